@@ -1,0 +1,104 @@
+"""Scalar returns of one group -> one advantage per attempt; all pure numpy.
+
+In: the returns of the attempts that are compared with each other. Out: float32 of the same length, which
+``data.samples`` spreads over each attempt's sampled tokens. An advantage depends on its own group only;
+the one batch-wide step, ``whiten``, is applied to new samples when a batch is taken.
+
+GRPO: arXiv 2402.03300. Dr.GRPO: arXiv 2503.20783. RLOO: arXiv 2402.14740. REINFORCE++ (baseline variant):
+arXiv 2501.03262; its per-token KL reward is left out, since KL is a term of the loss here. Soft overlong
+punishment: DAPO, arXiv 2503.14476.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from headrace.types import Sample
+
+Returns = Sequence[float] | np.ndarray
+
+
+class AdvantageFunction(Protocol):
+    def __call__(self, returns: Returns) -> np.ndarray: ...
+
+
+def grpo(returns: Returns, *, eps: float = 1e-4) -> np.ndarray:
+    """(R - mean) / (std + eps), with the unbiased standard deviation."""
+    values = _finite(returns)
+    if values.size < 2:
+        return np.zeros(values.size, dtype=np.float32)
+    return ((values - values.mean()) / (values.std(ddof=1) + eps)).astype(np.float32)
+
+
+def dr_grpo(returns: Returns) -> np.ndarray:
+    """R - mean; pair it with the aggregation ``seq-mean-token-sum-norm``."""
+    values = _finite(returns)
+    return (values - values.mean()).astype(np.float32)
+
+
+def rloo(returns: Returns) -> np.ndarray:
+    """R minus the mean of the other attempts."""
+    values = _finite(returns)
+    if values.size < 2:
+        return np.zeros(values.size, dtype=np.float32)
+    others = (values.sum() - values) / (values.size - 1)
+    return (values - others).astype(np.float32)
+
+
+def reinforce_pp(returns: Returns) -> np.ndarray:
+    """R minus the group mean; complete only after ``whiten`` over the batch."""
+    return dr_grpo(returns)
+
+
+ADVANTAGES: dict[str, AdvantageFunction] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+}
+
+BATCH_WHITENED = frozenset({"reinforce_pp"})
+"""Advantages that ``whiten`` completes when a batch is taken."""
+
+
+def whiten(samples: Sequence[Sample], *, eps: float = 1e-8) -> tuple[Sample, ...]:
+    """New samples whose advantages have mean 0 and variance 1 over all loss tokens of the batch."""
+    parts = [sample.advantages[sample.loss_mask] for sample in samples]
+    values = np.concatenate(parts).astype(np.float64) if parts else np.zeros(0)
+    if values.size < 2:
+        return tuple(samples)
+    mean, scale = values.mean(), 1.0 / np.sqrt(values.var(ddof=1) + eps)
+
+    def whitened(sample: Sample) -> Sample:
+        moved = np.where(sample.loss_mask, (sample.advantages - mean) * scale, 0.0)
+        return replace(sample, advantages=moved.astype(np.float32))
+
+    return tuple(map(whitened, samples))
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> float:
+    """0 up to ``max_tokens - buffer_tokens``, then falling linearly to ``-factor`` at ``max_tokens``."""
+    if not 0 < buffer_tokens <= max_tokens:
+        raise ValueError(
+            f"buffer_tokens must be between 1 and max_tokens ({max_tokens}), not {buffer_tokens}"
+        )
+    excess = num_tokens - (max_tokens - buffer_tokens)
+    return -factor * min(max(excess / buffer_tokens, 0.0), 1.0)
+
+
+def is_zero_variance(returns: Returns, *, tolerance: float = 1e-9) -> bool:
+    """True when every attempt earned the same, so that no advantage can point anywhere."""
+    values = _finite(returns)
+    spread = float(values.max() - values.min()) if values.size else 0.0
+    return spread <= tolerance * max(1.0, float(np.abs(values).max(initial=0.0)))
+
+
+def _finite(returns: Returns) -> np.ndarray:
+    values = np.asarray(returns, dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError(f"returns must be finite, not {values.tolist()}: check the reward functions")
+    return values

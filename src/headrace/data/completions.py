@@ -1,0 +1,74 @@
+"""Cutting and joining completions, for interrupted attempts.
+
+``join(tail(c, 0), tail(c, n))`` style round trips are exact: tokens, log-probabilities and versions of
+the earlier part are never touched. Key-value versions always describe the whole sequence, so the
+later part's record wins.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.types import NO_KV, Completion, Routing, SamplingMask
+
+EMPTY = Completion(
+    token_ids=np.zeros(0, np.int32),
+    logprobs=np.zeros(0, np.float32),
+    versions=np.zeros(0, np.int32),
+    finish_reason="abort",
+    kv_versions=NO_KV,
+)
+
+
+def tail(completion: Completion, start: int) -> Completion:
+    """The tokens from ``start`` on. Routing covers prompt and completion, so it stays whole."""
+    mask = completion.sampling_mask
+    return Completion(
+        token_ids=completion.token_ids[start:],
+        logprobs=completion.logprobs[start:],
+        versions=completion.versions[start:],
+        finish_reason=completion.finish_reason,
+        kv_versions=completion.kv_versions,
+        routing=completion.routing,
+        sampling_mask=None if mask is None else _mask_tail(mask, start),
+    )
+
+
+def join(first: Completion, rest: Completion) -> Completion:
+    """``rest`` continues ``first``."""
+    return Completion(
+        token_ids=np.concatenate([first.token_ids, rest.token_ids]),
+        logprobs=np.concatenate([first.logprobs, rest.logprobs]),
+        versions=np.concatenate([first.versions, rest.versions]),
+        finish_reason=rest.finish_reason,
+        kv_versions=rest.kv_versions,
+        routing=_later_routing(first.routing, rest.routing),
+        sampling_mask=_join_masks(first, rest),
+    )
+
+
+def _mask_tail(mask: SamplingMask, start: int) -> SamplingMask:
+    begin = mask.offsets[start]
+    return SamplingMask(token_ids=mask.token_ids[begin:], offsets=mask.offsets[start:] - begin)
+
+
+def _join_masks(first: Completion, rest: Completion) -> SamplingMask | None:
+    if first.sampling_mask is None and rest.sampling_mask is None:
+        return None
+    a, b = _mask_or_full(first), _mask_or_full(rest)
+    return SamplingMask(
+        token_ids=np.concatenate([a.token_ids, b.token_ids]),
+        offsets=np.concatenate([a.offsets, a.offsets[-1] + b.offsets[1:]]),
+    )
+
+
+def _mask_or_full(completion: Completion) -> SamplingMask:
+    if completion.sampling_mask is not None:
+        return completion.sampling_mask
+    return SamplingMask(
+        token_ids=np.zeros(0, np.int32), offsets=np.zeros(completion.num_tokens + 1, np.int64)
+    )
+
+
+def _later_routing(first: Routing | None, rest: Routing | None) -> Routing | None:
+    return first if rest is None else rest

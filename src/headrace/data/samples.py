@@ -1,0 +1,131 @@
+"""Scored groups -> token sequences to train on, without touching a token.
+
+In: an ``EpisodeGroup`` and one advantage per episode. Out: ``Sample`` objects ordered by attempt. A turn
+whose prompt repeats everything before it, token for token, joins the sample of the turn before (what
+lies between was written by the environment and is not trained on); any other turn begins a new sample.
+Each sampled token therefore appears in exactly one sample, with the log-probability and version it
+was sampled with.
+
+Legend: P prompt tokens, L sampled tokens, T tokens of the sample, N recorded routing rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.types import EpisodeGroup, Routing, Sample, SamplingMask, Trajectory, Turn
+
+NEVER_SAMPLED = 2**31 - 1
+"""``oldest_version`` of a sample without sampled tokens, as ``Episode.oldest_version`` has it."""
+
+
+def build_samples(group: EpisodeGroup, advantages: Sequence[float] | np.ndarray) -> tuple[Sample, ...]:
+    """A sample per chain of turns of each trainable trajectory; ``advantages`` follow ``group.episodes``."""
+    if len(advantages) != len(group.episodes):
+        raise ValueError(f"advantages: {len(advantages)} given for {len(group.episodes)} episodes")
+    pairs = sorted(zip(group.episodes, advantages, strict=True), key=lambda pair: pair[0].attempt)
+    return tuple(
+        _chain_sample(chain, group=group.group, attempt=episode.attempt, advantage=float(advantage))
+        for episode, advantage in pairs
+        for trajectory in episode.trajectories
+        if trajectory.trainable
+        for chain in _chains(trajectory)
+    )
+
+
+def oldest_version(sample: Sample) -> int:
+    """Version of the oldest sampled token."""
+    return int(sample.versions[sample.loss_mask].min(initial=NEVER_SAMPLED))
+
+
+def _chains(trajectory: Trajectory) -> list[list[Turn]]:
+    """Turns grouped so that each continues the tokens of the one before it."""
+    chains: list[list[Turn]] = []
+    for turn in trajectory.turns:
+        if turn.completion.num_tokens == 0:
+            continue
+        if chains and _continues(chains[-1][-1], turn):
+            chains[-1].append(turn)
+        else:
+            chains.append([turn])
+    return chains
+
+
+def _continues(before: Turn, turn: Turn) -> bool:
+    start = before.prompt_ids.shape[0]
+    end = start + before.completion.num_tokens
+    return (
+        before.sampling.temperature == turn.sampling.temperature
+        and turn.prompt_ids.shape[0] >= end
+        and np.array_equal(turn.prompt_ids[:start], before.prompt_ids)
+        and np.array_equal(turn.prompt_ids[start:end], before.completion.token_ids)
+    )
+
+
+def _chain_sample(chain: Sequence[Turn], *, group: int, attempt: int, advantage: float) -> Sample:
+    last = chain[-1]
+    token_ids = np.concatenate([last.prompt_ids, last.completion.token_ids]).astype(np.int32)
+    num_tokens = token_ids.shape[0]
+    loss_mask = np.zeros(num_tokens, dtype=bool)
+    logprobs = np.zeros(num_tokens, dtype=np.float32)
+    versions = np.full(num_tokens, -1, dtype=np.int32)
+    for turn in chain:
+        span = _sampled_span(turn)
+        loss_mask[span] = True
+        logprobs[span] = turn.completion.logprobs
+        versions[span] = turn.completion.versions
+    return Sample(
+        group=group,
+        attempt=attempt,
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        behavior_logprobs=logprobs,
+        versions=versions,
+        advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
+        temperature=last.sampling.temperature,
+        kv_versions=last.completion.kv_versions,
+        routing=_chain_routing(chain, num_tokens),
+        sampling_mask=_chain_sampling_mask(chain, num_tokens),
+    )
+
+
+def _sampled_span(turn: Turn) -> slice:
+    start = turn.prompt_ids.shape[0]
+    return slice(start, start + turn.completion.num_tokens)
+
+
+def _chain_routing(chain: Sequence[Turn], num_tokens: int) -> Routing | None:
+    """Routes of every position; where two turns recorded one, the first is kept: it made the logprobs."""
+    rows: dict[int, np.ndarray] = {}
+    for turn in chain:
+        routing = turn.completion.routing
+        if routing is None:
+            continue
+        end = turn.prompt_ids.shape[0] + turn.completion.num_tokens
+        # An engine records the sampled tokens alone, or the prompt before them too.
+        first = end - routing.recorded.shape[0]
+        positions = first + np.flatnonzero(routing.recorded)
+        for position, experts in zip(positions.tolist(), routing.experts, strict=True):
+            rows.setdefault(position, experts)
+    if not rows:
+        return None
+    recorded = np.zeros(num_tokens, dtype=bool)
+    recorded[list(rows)] = True
+    return Routing(experts=np.stack([rows[position] for position in sorted(rows)]), recorded=recorded)
+
+
+def _chain_sampling_mask(chain: Sequence[Turn], num_tokens: int) -> SamplingMask | None:
+    """Kept tokens by position of the sample; positions that were not sampled have empty rows."""
+    counts = np.zeros(num_tokens, dtype=np.int64)
+    ids: list[np.ndarray] = []
+    for turn in chain:
+        mask = turn.completion.sampling_mask
+        if mask is not None:
+            counts[_sampled_span(turn)] = np.diff(mask.offsets)
+            ids.append(mask.token_ids)
+    if not ids:
+        return None
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+    return SamplingMask(token_ids=np.concatenate(ids).astype(np.int32), offsets=offsets)

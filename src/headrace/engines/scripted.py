@@ -1,0 +1,166 @@
+"""An engine that follows a script: no model, no torch, time only as told. The public fake.
+
+In: the same requests as any engine. Out: tokens that a ``Script`` chooses from (request, position), so
+they do not depend on interruptions; versions, partial completions, the four interrupt modes and
+weight updates behave as the protocol says. ``token_s`` is spent per token on the event loop's
+clock: nothing on a real loop, simulated time on the virtual one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from headrace.data.completions import EMPTY, join
+from headrace.errors import WeightSyncError
+from headrace.protocols import WeightReceiver
+from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
+from headrace.types import Completion, InterruptMode, Request, RoleStatus, WeightManifest
+
+Script = Callable[[Request], np.ndarray]
+"""The whole completion (int32 [L]) that a request will be given."""
+
+
+def hashed_script(*, mean_tokens: int = 8, vocab_size: int = 100) -> Script:
+    """Tokens and a length that depend only on the request's seed."""
+
+    def script(request: Request) -> np.ndarray:
+        draw = np.random.default_rng(request.seed)
+        length = min(1 + draw.geometric(1.0 / mean_tokens), request.sampling.max_tokens)
+        return draw.integers(0, vocab_size, length).astype(np.int32)
+
+    return script
+
+
+class ScriptedEngine:
+    def __init__(
+        self,
+        name: str = "engine-0",
+        *,
+        script: Script | None = None,
+        receiver: WeightReceiver | None = None,
+        token_s: float = 0.01,
+        chunk_tokens: int = 4,
+    ) -> None:
+        """``receiver`` None: an update is only its version. Progress is reported every ``chunk_tokens``."""
+        self.name = name
+        self._script = script or hashed_script()
+        self._receiver = receiver
+        self._token_s = token_s
+        self._chunk_tokens = chunk_tokens
+        self._clock = asyncio.get_running_loop().time
+        self._ledger = TimeLedger(ENGINE_ACTIVITIES, start="idle-no-work", clock=self._clock)
+        self._version = -1
+        self._running: set[str] = set()
+        self._aborted: set[str] = set()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._frozen = False
+        self.digest = ""
+        """Digest of the weights applied last."""
+        self.num_tokens = 0
+
+    async def generate(
+        self, request: Request, on_progress: Callable[[Completion], None] | None = None
+    ) -> Completion:
+        await self._open.wait()
+        self._enter(request.id)
+        try:
+            return await self._sample(request, on_progress)
+        finally:
+            self._leave(request.id)
+
+    async def _sample(self, request: Request, on_progress: Callable[[Completion], None] | None) -> Completion:
+        tokens = self._script(request)
+        done = EMPTY if request.prefix is None else request.prefix
+        while done.num_tokens < len(tokens):
+            if request.id in self._aborted:
+                return done
+            chunk = tokens[done.num_tokens : done.num_tokens + self._chunk_tokens]
+            await asyncio.sleep(self._token_s * len(chunk))
+            if self._frozen:
+                await self._open.wait()
+            done = join(done, self._sampled(request, done, chunk))
+            if on_progress is not None and done.num_tokens < len(tokens):
+                on_progress(done)
+        reason = "length" if done.num_tokens >= request.sampling.max_tokens else "stop"
+        return Completion(
+            **{f: getattr(done, f) for f in done.__dataclass_fields__ if f != "finish_reason"},
+            finish_reason=reason,
+        )
+
+    def _sampled(self, request: Request, done: Completion, chunk: np.ndarray) -> Completion:
+        self.num_tokens += len(chunk)
+        rows = len(request.prompt_ids) + done.num_tokens + len(chunk) - 1
+        return Completion(
+            token_ids=chunk,
+            logprobs=np.full(len(chunk), -1.0, np.float32),
+            versions=np.full(len(chunk), self._version, np.int32),
+            finish_reason="abort",
+            kv_versions=np.array([[self._version, rows]], np.int32),
+        )
+
+    def _enter(self, request_id: str) -> None:
+        self._running.add(request_id)
+        self._quiet.clear()
+        self._ledger.switch("decode")
+
+    def _leave(self, request_id: str) -> None:
+        self._running.discard(request_id)
+        self._aborted.discard(request_id)
+        if not self._running:
+            self._quiet.set()
+            if not self._frozen:
+                self._ledger.switch("idle-no-work")
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._aborted |= self._running.intersection(request_ids)
+
+    async def score(self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
+        return [np.where(np.arange(len(ids)) == 0, 0.0, -1.0).astype(np.float32) for ids in token_ids]
+
+    async def begin_update(self, mode: InterruptMode) -> None:
+        if mode == "never":
+            return
+        self._open.clear()
+        if mode == "block":
+            self._frozen = True
+            self._ledger.switch("paused-for-weights")
+        if mode == "abort":
+            self._aborted |= self._running
+        if mode in ("drain", "abort"):
+            await self._quiet.wait()
+
+    async def apply(self, manifest: WeightManifest) -> int:
+        if self._receiver is not None:
+            digest = hashlib.blake2b(digest_size=16)
+            for blob in self._receiver.receive(manifest):
+                digest.update(blob.data)
+            self.digest = digest.hexdigest()
+        if manifest.version < self._version:
+            raise WeightSyncError(f"{self.name} has version {self._version}; {manifest.version} is older")
+        self._version = manifest.version
+        await self.cancel_update()
+        return self._version
+
+    async def cancel_update(self) -> None:
+        self._frozen = False
+        self._ledger.switch("decode" if self._running else "idle-no-work")
+        self._open.set()
+
+    async def status(self) -> RoleStatus:
+        return RoleStatus(
+            role=self.name,
+            version=self._version,
+            progress=self.num_tokens,
+            seconds=self._ledger.seconds(),
+            counters={"running": len(self._running), "generated_tokens": self.num_tokens},
+        )
+
+    async def close(self) -> None:
+        self._open.set()

@@ -1,0 +1,178 @@
+"""Who may be plugged in. The runtime knows every worker only through these seams.
+
+All calls that may wait are coroutines, and whoever awaits them puts a deadline on the wait. The same
+protocol is spoken by an object in this process and by a proxy for one in another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.types import (
+    Completion,
+    Episode,
+    InterruptMode,
+    Request,
+    RoleStatus,
+    Sampling,
+    StepResult,
+    Task,
+    TensorBlob,
+    TrainBatch,
+    Trajectory,
+    Turn,
+    WeightManifest,
+)
+
+
+class Engine(Protocol):
+    """Samples tokens, and swaps its weights between two forward passes."""
+
+    name: str
+
+    async def generate(
+        self, request: Request, on_progress: Callable[[Completion], None] | None = None
+    ) -> Completion:
+        """The whole completion, prefix included. ``on_progress`` now and then receives everything
+        sampled so far (finish reason ``abort``), so that the caller can resume elsewhere."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; their ``generate`` returns what was sampled, finish reason ``abort``.
+        Unknown ids are ignored: a request may finish while the abort travels."""
+        ...
+
+    async def score(
+        self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        """float32 [T] logprobs of given tokens under the current weights; entry 0 is 0."""
+        ...
+
+    async def begin_update(self, mode: InterruptMode) -> None:
+        """Prepare for new weights. ``never``: nothing. ``block``: freeze at the next step boundary and
+        keep the KV cache. ``drain``: start nothing new, return when what runs has finished. ``abort``:
+        end running requests as ``abort`` does. In the last three, requests that arrive wait until
+        ``apply`` or ``cancel_update``."""
+        ...
+
+    async def apply(self, manifest: WeightManifest) -> int:
+        """Swap the weights between two forward passes; returns the version now computed with.
+        Raises WeightSyncError and keeps the old weights if the bundle is not whole."""
+        ...
+
+    async def cancel_update(self) -> None:
+        """Go on with the weights there are: the publication failed."""
+        ...
+
+    async def status(self) -> RoleStatus: ...
+
+    async def close(self) -> None: ...
+
+
+class Trainer(Protocol):
+    """Turns batches into weights."""
+
+    async def step(self, batch: TrainBatch) -> StepResult: ...
+
+    async def publish(self, version: int) -> WeightManifest:
+        """Copy the current weights out; the bytes stay valid until ``retire``."""
+        ...
+
+    async def retire(self, version: int) -> None:
+        """No engine reads this version's bytes any more."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """Weights (Hugging Face format), optimizer and RNG into an existing empty directory."""
+        ...
+
+    async def load(self, directory: Path) -> int:
+        """Restore what ``save`` wrote; returns the version."""
+        ...
+
+    async def status(self) -> RoleStatus: ...
+
+    async def close(self) -> None: ...
+
+
+class PolicyClient(Protocol):
+    """What an environment may ask of the policy. Interruptions, retries and journalling happen behind it."""
+
+    async def sample(self, prompt_ids: np.ndarray, sampling: Sampling) -> Turn: ...
+
+
+class Environment(Protocol):
+    """Runs one attempt at a task."""
+
+    async def run(self, task: Task, policy: PolicyClient) -> tuple[Trajectory, ...]: ...
+
+
+class Scorer(Protocol):
+    """Rewards for the attempts of one group."""
+
+    async def score(self, task: Task, episodes: Sequence[Episode]) -> list[Mapping[str, float | None]]:
+        """For each episode, a value by reward name. Raises when no answer could be had."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class TaskSource(Protocol):
+    """An endless, resumable stream of tasks: the n-th task depends only on n."""
+
+    def task(self, index: int) -> Task: ...
+
+    def __len__(self) -> int:
+        """Tasks in one pass; the stream wraps around, reshuffled."""
+        ...
+
+
+class WeightSender(Protocol):
+    """The trainer's end of a weight transport."""
+
+    def send(self, version: int, blobs: Iterable[TensorBlob]) -> WeightManifest: ...
+
+    def retire(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WeightReceiver(Protocol):
+    """An engine's end of a weight transport."""
+
+    def receive(self, manifest: WeightManifest) -> Iterator[TensorBlob]:
+        """The bundle's tensors, already verified whole against the digest before the first is yielded."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Cluster(Protocol):
+    """The workers of a run, as a launcher started them."""
+
+    engines: Sequence[Engine]
+    trainer: Trainer
+
+    async def wait_failure(self) -> Exception:
+        """Returns the death of a worker; waits as long as all live."""
+        ...
+
+    async def close(self) -> None:
+        """Ends every worker; nothing is left running."""
+        ...
+
+
+class Launcher(Protocol):
+    async def spawn(self) -> Cluster: ...
+
+
+class Sink(Protocol):
+    """Receives events for people: files, the console, trackers."""
+
+    def emit(self, event: str, fields: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...

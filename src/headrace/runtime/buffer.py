@@ -1,0 +1,93 @@
+"""The bounded rollout buffer: scored groups wait here until a step may train them.
+
+In: groups that were scored, built into samples once. Out: one batch of exactly ``groups_per_step``
+groups, ordered by (group, attempt), never by arrival, so that equal inputs give equal batches. What
+may be taken is decided by ``staleness.decide``; the buffer only waits for the decision. Its size is
+bounded by the slots of admission, not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.errors import DeadlineError
+from headrace.runtime.plan import RunPlan
+from headrace.runtime.staleness import Decision, decide
+from headrace.types import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyGroup:
+    group: int
+    samples: tuple[Sample, ...]
+    """Ordered by attempt."""
+    oldest_version: int
+    mean_return: float
+
+    def lags(self, version: int) -> np.ndarray:
+        """Lag of every sampled token if the group is trained from ``version``."""
+        return np.concatenate([version - s.versions[s.loss_mask] for s in self.samples])
+
+
+class RolloutBuffer:
+    def __init__(self, plan: RunPlan, unfinished: Callable[[], Mapping[int, int]]) -> None:
+        """``unfinished`` maps each admitted group that is not here yet to its oldest possible version."""
+        self._plan = plan
+        self._unfinished = unfinished
+        self._ready: dict[int, ReadyGroup] = {}
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def put(self, group: ReadyGroup) -> None:
+        self._ready[group.group] = group
+        self.notify()
+
+    def remove(self, group: int) -> ReadyGroup:
+        return self._ready.pop(group)
+
+    def __contains__(self, group: int) -> bool:
+        return group in self._ready
+
+    def notify(self) -> None:
+        """Something the decision depends on has changed."""
+        self._changed.set()
+
+    def decide(self, version: int) -> Decision:
+        return decide(
+            {g: ready.oldest_version for g, ready in self._ready.items()},
+            self._unfinished(),
+            version=version,
+            groups_per_step=self._plan.groups_per_step,
+            max_lag=self._plan.max_lag,
+            policy=self._plan.staleness,
+        )
+
+    async def take(
+        self, version: int, *, on_stale: Callable[[int], None], progress: Callable[[], int]
+    ) -> tuple[ReadyGroup, ...]:
+        """The groups of the step that starts from ``version``. ``on_stale`` ends groups that no step can
+        train any more. Waits as long as ``progress`` moves within the plan's ``stall_s``."""
+        seen = -1
+        while True:
+            decision = self.decide(version)
+            for group in decision.drop:
+                on_stale(group)
+            if decision.take is not None:
+                return tuple(self._ready.pop(group) for group in decision.take)
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(self._plan.stall_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                if progress() == seen:
+                    raise DeadlineError(
+                        f"nothing moved for {self._plan.stall_s:g} s while the trainer waited for "
+                        f"{decision.waits_for}; look at the engine and reward logs, or raise run.stall_s"
+                    ) from None
+            seen = progress()

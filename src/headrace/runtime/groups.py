@@ -1,0 +1,202 @@
+"""One group: its attempts run side by side, are scored together and become samples, or the group ends
+with a named reason.
+
+In: admitted groups. Out: ``ReadyGroup`` for the buffer through ``on_ready``, or a ``drop`` record and
+``on_dropped``. A group that is told to end (too old, run over, a sibling failed) first gets back
+from the engines what it had sampled, so that no token goes uncounted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from headrace.algos.advantages import ADVANTAGES, is_zero_variance, overlong_penalty
+from headrace.data.returns import weighted_return
+from headrace.data.samples import build_samples
+from headrace.errors import CheckpointError, InvariantError, PromptTooLongError, RoleError, WeightSyncError
+from headrace.protocols import Environment, Scorer
+from headrace.runtime.buffer import ReadyGroup
+from headrace.runtime.journal import Record
+from headrace.runtime.plan import RunPlan
+from headrace.runtime.rollout import Interrupted, RolloutClient, run_attempt
+from headrace.runtime.router import Router
+from headrace.runtime.state import LiveGroup
+from headrace.types import DropReason, Episode, EpisodeGroup
+
+FATAL = (InvariantError, RoleError, CheckpointError, WeightSyncError)
+"""Faults of the run itself; anything else is the group's own and ends only the group."""
+
+
+class GroupRunner:
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        router: Router,
+        environment: Environment,
+        scorer: Scorer,
+        record: Callable[[Record], None],
+        on_ready: Callable[[ReadyGroup], None],
+        on_dropped: Callable[[int, DropReason, str], None],
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self._plan = plan
+        self._router = router
+        self._environment = environment
+        self._scorer = scorer
+        self._record = record
+        self._on_ready = on_ready
+        self._on_dropped = on_dropped
+        self._on_fatal = on_fatal
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._ending: dict[int, DropReason] = {}
+        self._paused = False
+
+    def start(self, live: LiveGroup) -> None:
+        task = asyncio.create_task(self._run(live), name=f"group {live.group}")
+        self._tasks[live.group] = task
+        task.add_done_callback(lambda t: self._finished(live.group, t))
+
+    def end(self, group: int, reason: DropReason) -> None:
+        """Drop a group as soon as its engines have handed back its tokens; buffered ones at once."""
+        if group in self._ending:
+            return
+        if group not in self._tasks:
+            self._drop(group, reason, "")
+            return
+        self._ending[group] = reason
+        self._abort(group)
+
+    async def pause(self) -> None:
+        """Stop every group where it stands, for a later resume; nothing is dropped."""
+        self._paused = True
+        for group in list(self._tasks):
+            self._abort(group)
+        await self.idle()
+        await self.cancel()
+
+    async def idle(self) -> None:
+        """Until the groups that were told to end have ended."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=self._plan.sync_s)
+
+    async def cancel(self) -> None:
+        """Leave nothing running in this process."""
+        tasks = [*self._tasks.values(), *self._aborts]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _abort(self, group: int) -> None:
+        task = asyncio.create_task(self._router.abort(group))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    def _finished(self, group: int, task: asyncio.Task[None]) -> None:
+        del self._tasks[group]
+        self._router.forget(group)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._on_fatal(error)
+
+    async def _run(self, live: LiveGroup) -> None:
+        try:
+            episodes = await self._attempts(live)
+            await self._score(live, episodes)
+        except Interrupted:
+            if not self._paused:
+                self._drop(live.group, self._ending.pop(live.group), "")
+        except FATAL:
+            raise
+        except PromptTooLongError as e:
+            self._drop(live.group, "over-length", str(e))
+        except Exception as e:
+            self._drop(live.group, "failed", f"{type(e).__name__}: {e}")
+
+    async def _attempts(self, live: LiveGroup) -> tuple[Episode, ...]:
+        missing = [a for a in range(live.num_attempts) if a not in live.episodes]
+        tasks = [asyncio.create_task(self._attempt(live, a)) for a in missing]
+        try:
+            if tasks:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            errors = [t.exception() for t in tasks if t.done() and t.exception() is not None]
+            if errors:
+                # The siblings stop too: groups are trained or dropped whole.
+                self._ending.setdefault(live.group, "failed")
+                await self._router.abort(live.group)
+                await asyncio.wait(tasks, timeout=self._plan.sync_s)
+                real = [e for e in errors if not isinstance(e, Interrupted)]
+                if real:
+                    self._ending.pop(live.group, None)
+                raise (real or errors)[0]  # type: ignore[misc]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return tuple(live.episodes[a] for a in range(live.num_attempts))
+
+    async def _attempt(self, live: LiveGroup, attempt: int) -> None:
+        client = RolloutClient(
+            live,
+            attempt,
+            router=self._router,
+            record=self._record,
+            seed=self._plan.seed,
+            stopping=lambda: self._paused or live.group in self._ending,
+        )
+        try:
+            async with asyncio.timeout(self._plan.attempt_s):
+                episode = await run_attempt(self._environment, live, attempt, client)
+        except TimeoutError:
+            raise TimeoutError(
+                f"attempt {live.group}/{attempt} took longer than "
+                f"rollout.attempt_s = {self._plan.attempt_s:g} s"
+            ) from None
+        self._record(episode)
+
+    async def _score(self, live: LiveGroup, episodes: tuple[Episode, ...]) -> None:
+        rewards = await self._scorer.score(live.task, episodes)
+        returns = [
+            weighted_return(r, self._plan.reward_weights) + self._overlong(e)
+            for r, e in zip(rewards, episodes, strict=True)
+        ]
+        if live.group in self._ending or self._paused:
+            raise Interrupted
+        if self._plan.drop_zero_variance and is_zero_variance(np.array(returns)):
+            self._drop(live.group, "zero-variance", "")
+            return
+        self._record(
+            {"kind": "scored", "group": live.group, "rewards": [dict(r) for r in rewards], "returns": returns}
+        )
+        assert live.scored is not None
+        self._on_ready(ready_group(self._plan, live.scored))
+
+    def _overlong(self, episode: Episode) -> float:
+        if self._plan.overlong_buffer_tokens == 0:
+            return 0.0
+        return overlong_penalty(
+            episode.num_tokens,
+            max_tokens=self._plan.max_tokens,
+            buffer_tokens=self._plan.overlong_buffer_tokens,
+            factor=self._plan.overlong_factor,
+        )
+
+    def _drop(self, group: int, reason: DropReason, detail: str) -> None:
+        self._ending.pop(group, None)
+        self._record({"kind": "drop", "group": group, "reason": reason, "detail": detail})
+        self._on_dropped(group, reason, detail)
+
+
+def ready_group(plan: RunPlan, scored: EpisodeGroup) -> ReadyGroup:
+    """Advantages and samples of a scored group; pure, so recovery builds the same ones again."""
+    advantages = ADVANTAGES[plan.advantage](np.array(scored.returns, dtype=np.float64))
+    return ReadyGroup(
+        group=scored.group,
+        samples=build_samples(scored, advantages),
+        oldest_version=min(episode.oldest_version for episode in scored.episodes),
+        mean_return=float(np.mean(scored.returns)),
+    )

@@ -1,0 +1,106 @@
+"""What happened, on disk, before anybody acts on it: an append-only log in numbered segments.
+
+In: records, each a mapping of a ``kind`` and values of the data contract. Out: the same records, in
+order, after any crash. A segment starts when a checkpoint is taken and is named by its step, so
+recovery reads the segments from the restored checkpoint on. Each record carries its length and a
+checksum. A record cut off at the very end is what a killed writer leaves: it is dropped, and the
+file is cut there before anything is appended. Damage anywhere else is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace import wire
+from headrace.errors import CheckpointError
+
+_RECORD = struct.Struct("<II")
+
+Record = Mapping[str, Any]
+
+
+class Journal:
+    """The writing end."""
+
+    def __init__(self, directory: Path, step: int) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._fd = -1
+        self.rotate(step)
+
+    def write(self, record: Record) -> None:
+        """Hand the record to the operating system whole; it survives the death of this process."""
+        body = wire.encode(dict(record))
+        frame = _RECORD.pack(len(body), zlib.crc32(body)) + body
+        try:
+            written = os.write(self._fd, frame)
+            if written != len(frame):
+                raise OSError(f"only {written} of {len(frame)} bytes were written")
+        except OSError as e:
+            raise CheckpointError(
+                f"the journal in {self.directory} cannot be written ({e}); "
+                "free some disk space and resume the run"
+            ) from e
+
+    def rotate(self, step: int) -> None:
+        """Continue in the segment of ``step``."""
+        self.close()
+        path = segment_path(self.directory, step)
+        valid = sum(size for _, size in _scan(path, last=True)) if path.exists() else 0
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.ftruncate(self._fd, valid)
+
+    def prune(self, before_step: int) -> None:
+        """Remove the segments that no kept checkpoint needs."""
+        for step in segment_steps(self.directory):
+            if step < before_step:
+                segment_path(self.directory, step).unlink()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def segment_path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}.journal"
+
+
+def segment_steps(directory: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step-")) for path in directory.glob("step-*.journal"))
+
+
+def read(directory: Path, from_step: int) -> Iterator[dict[str, Any]]:
+    """Every whole record written since the checkpoint of ``from_step``."""
+    steps = [step for step in segment_steps(directory) if step >= from_step]
+    for step in steps:
+        for body, _ in _scan(segment_path(directory, step), last=step == steps[-1]):
+            yield wire.decode(body)
+
+
+def _scan(path: Path, *, last: bool) -> Iterator[tuple[bytes, int]]:
+    """(body, bytes on disk) of each whole record; only the last segment may end in a torn one."""
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        start = at + _RECORD.size
+        if start <= len(data):
+            length, checksum = _RECORD.unpack_from(data, at)
+            body = data[start : start + length]
+            if len(body) == length and zlib.crc32(body) == checksum:
+                yield body, _RECORD.size + length
+                at = start + length
+                continue
+            torn = start + length >= len(data)
+        else:
+            torn = True
+        if last and torn:
+            return
+        raise CheckpointError(
+            f"{path} is damaged at byte {at}; restore that file from a backup, "
+            "or start a new run from the last checkpoint"
+        )

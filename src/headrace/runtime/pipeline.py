@@ -1,0 +1,312 @@
+"""The loops: tasks in, trained weights out, generation and training at the same time.
+
+    loop            waits for                                 unblocked by
+    admission       a free slot                               a landed update or a dropped group
+    group (many)    engines, then the scorer                  their answers
+    training        a batch the staleness policy allows       a scored group; a straggler that ended
+    landing         every engine to apply the new weights     the engines, between two forward passes
+
+Everything that happens is a journal record first (``_record``), so a run killed at any moment is resumed
+by ``checkpoint.recover``. ``max_lag = 0`` is synchronous training through exactly this code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from headrace.errors import CheckpointError, DeadlineError, RewardError
+from headrace.protocols import Cluster, Environment, Scorer, Sink, TaskSource
+from headrace.runtime.batches import describe, make_batch
+from headrace.runtime.buffer import ReadyGroup, RolloutBuffer
+from headrace.runtime.checkpoint import CheckpointStore, recover
+from headrace.runtime.groups import GroupRunner, ready_group
+from headrace.runtime.journal import Journal, Record
+from headrace.runtime.plan import RunPlan
+from headrace.runtime.report import Reporter
+from headrace.runtime.router import Router
+from headrace.runtime.slots import Slots
+from headrace.runtime.state import RunState
+from headrace.runtime.weight_sync import WeightSync
+from headrace.types import DropReason, StepResult, WeightManifest
+
+T = TypeVar("T")
+
+FREE_FAILURES = 3
+"""Failed groups that are forgiven before the error budget counts as a share."""
+BARREN_STEPS = 20
+"""Zero-variance drops in a row, in batches' worth of groups, after which there is nothing to learn."""
+
+
+class Pipeline:
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        cluster: Cluster,
+        environment: Environment,
+        scorer: Scorer,
+        tasks: TaskSource,
+        run_dir: Path,
+        sink: Sink,
+    ) -> None:
+        self._plan = plan
+        self._cluster = cluster
+        self._trainer = cluster.trainer
+        self._tasks = tasks
+        self._sink = sink
+        self._store = CheckpointStore(run_dir, keep=plan.keep_checkpoints)
+        self._recovery = recover(self._store)
+        self.state: RunState = self._recovery.state
+        self._journal = Journal(self._store.journal_directory, self._recovery.segment)
+        self._sync = WeightSync(
+            cluster.engines,
+            cluster.trainer,
+            mode=plan.interrupt,
+            deadline_s=plan.sync_s,
+            drain_s=plan.attempt_s,
+        )
+        self._slots = Slots(plan.capacity)
+        self._buffer = RolloutBuffer(plan, self._unfinished)
+        self._runner = GroupRunner(
+            plan,
+            router=Router(cluster.engines),
+            environment=environment,
+            scorer=scorer,
+            record=self._record,
+            on_ready=self._buffer.put,
+            on_dropped=self._dropped,
+            on_fatal=self._fail,
+        )
+        self._report = Reporter(self.state, cluster, sink)
+        self._background: set[asyncio.Task[None]] = set()
+        self._stop = asyncio.Event()
+        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._barren = 0
+
+    def request_stop(self) -> None:
+        """Finish the step under way, save everything, return."""
+        self._stop.set()
+
+    async def run(self) -> RunState:
+        """Train until the plan is fulfilled, ``request_stop``, or an error."""
+        self._spawn(self._watch_workers())
+        try:
+            await self._or_fatal(self._run())
+        finally:
+            await self._runner.cancel()
+            for task in self._background:
+                task.cancel()
+            await asyncio.gather(*self._background, return_exceptions=True)
+            self._journal.close()
+        return self.state
+
+    async def _run(self) -> None:
+        await self._restore()
+        await self._land(await self._sync.publish(self.state.version))
+        self._adopt()
+        self._report.start()
+        admission = self._spawn(self._admit())
+        while self.state.step < self._plan.steps:
+            groups = await self._next_groups()
+            if groups is None:
+                break
+            await self._train(groups)
+        admission.cancel()
+        await self._finish()
+
+    async def _restore(self) -> None:
+        """Start from the last checkpoint; train again what the journal says was trained since."""
+        if self._recovery.checkpoint is None:
+            await self._save()
+            return
+        self._sink.emit("phase", {"text": f"restoring {self._recovery.checkpoint.name}"})
+        version = await self._within("the trainer to load", self._trainer.load(self._recovery.checkpoint))
+        if version != self.state.version:
+            raise CheckpointError(
+                f"{self._recovery.checkpoint} holds weights of version {version} but a controller state of "
+                f"version {self.state.version}; remove that directory to resume from the one before"
+            )
+        for step, groups in self._recovery.batches:
+            self._sink.emit("phase", {"text": f"training step {step} again from the journal"})
+            await self._step([self._rebuild(group) for group in groups])
+
+    def _adopt(self) -> None:
+        """Take up the groups the journal holds: finished ones are not generated again."""
+        for group, live in self.state.groups.items():
+            self._slots.charge(group)
+            if live.scored is not None:
+                self._buffer.put(self._rebuild(group))
+            else:
+                self._runner.start(live)
+
+    async def _admit(self) -> None:
+        while True:
+            await self._slots.wait_free(self._more_wanted)
+            group = self.state.next_group
+            self._record(
+                {
+                    "kind": "admit",
+                    "group": group,
+                    "task": self._tasks.task(group),
+                    "attempts": self._plan.group_size,
+                    "version": self._sync.version,
+                }
+            )
+            self._slots.charge(group)
+            self._runner.start(self.state.live(group))
+
+    def _more_wanted(self) -> bool:
+        """No more groups than the remaining steps will train."""
+        return self.state.num_trained_groups + len(self.state.groups) < self._plan.total_groups
+
+    async def _next_groups(self) -> tuple[ReadyGroup, ...] | None:
+        """The next batch's groups, or None when asked to stop."""
+        take = asyncio.ensure_future(
+            self._buffer.take(
+                self.state.version,
+                on_stale=lambda group: self._end(group, "stale"),
+                progress=lambda: self.state.progress,
+            )
+        )
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return take.result() if take.done() else None
+        finally:
+            take.cancel()
+            stop.cancel()
+
+    async def _train(self, groups: Sequence[ReadyGroup]) -> None:
+        summary = describe(groups, self.state.version)
+        result = await self._step(groups)
+        if self._plan.staleness == "drop":
+            # Work that this step made too old is cancelled now, not when it finishes.
+            for group in self._buffer.decide(self.state.version).drop:
+                self._end(group, "stale")
+        manifest = await self._sync.publish(result.version)
+        self._spawn(self._land(manifest, groups, result, summary))
+        if result.step % self._plan.checkpoint_every == 0 and result.step < self._plan.steps:
+            await self._save()
+
+    async def _step(self, groups: Sequence[ReadyGroup]) -> StepResult:
+        """One training step, journalled before and after."""
+        step = self.state.step + 1
+        names = sorted(group.group for group in groups)
+        self._record({"kind": "take", "step": step, "groups": names})
+        batch = make_batch(groups, step=step, version=self.state.version, advantage=self._plan.advantage)
+        result = await self._within(f"training step {step}", self._trainer.step(batch))
+        self._record({"kind": "trained", "step": step, "version": result.version, "groups": names})
+        return result
+
+    async def _land(
+        self,
+        manifest: WeightManifest,
+        groups: Sequence[ReadyGroup] = (),
+        result: StepResult | None = None,
+        summary: Mapping[str, float] | None = None,
+    ) -> None:
+        """Every engine gets the weights; only then are the slots of the step free again."""
+        await self._sync.land(manifest)
+        self._slots.release(group.group for group in groups)
+        if result is not None:
+            await self._report.step(result, summary or {})
+
+    async def _save(self) -> None:
+        self._sink.emit("phase", {"text": f"saving the checkpoint of step {self.state.step}"})
+        await self._store.save(self.state, self._trainer, self._journal)
+
+    async def _finish(self) -> None:
+        """Let landings end, settle what is unfinished, save."""
+        if self._stop.is_set():
+            await self._runner.pause()
+        else:
+            for group in list(self.state.groups):
+                self._end(group, "cancelled")
+            await self._runner.idle()
+        landings = [task for task in self._background if task.get_name() == "_land"]
+        if landings:
+            await asyncio.wait(landings, timeout=self._plan.sync_s)
+        await self._save()
+
+    def _end(self, group: int, reason: DropReason) -> None:
+        if group in self._buffer:
+            self._buffer.remove(group)
+        self._runner.end(group, reason)
+
+    def _dropped(self, group: int, reason: DropReason, detail: str) -> None:
+        self._sink.emit("drop", {"group": group, "reason": reason, "detail": detail})
+        self._slots.release((group,))
+        self._buffer.notify()
+        self._barren = self._barren + 1 if reason == "zero-variance" else 0
+        if self._barren >= BARREN_STEPS * self._plan.groups_per_step:
+            self._fail(
+                RewardError(
+                    f"{self._barren} groups in a row had equal rewards, so there is nothing to learn; "
+                    "use easier or harder tasks, a warm start, or rollout.drop_zero_variance = false"
+                )
+            )
+        budget = max(FREE_FAILURES, self._plan.error_budget * self.state.next_group)
+        if self.state.num_failed_groups > budget:
+            self._fail(
+                RewardError(
+                    f"{self.state.num_failed_groups} of {self.state.next_group} groups failed, over "
+                    f"reward.error_budget = {self._plan.error_budget:g}; the last one: {detail}"
+                )
+            )
+
+    def _unfinished(self) -> dict[int, int]:
+        return {g: live.version for g, live in self.state.groups.items() if live.scored is None}
+
+    def _rebuild(self, group: int) -> ReadyGroup:
+        scored = self.state.live(group).scored
+        assert scored is not None
+        return ready_group(self._plan, scored)
+
+    def _record(self, record: Record) -> None:
+        """Journal first, then memory: what the state knows is on disk."""
+        self._journal.write(record)
+        self.state.apply(dict(record))
+
+    async def _watch_workers(self) -> None:
+        raise await self._cluster.wait_failure()
+
+    def _spawn(self, coroutine: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(coroutine)
+        task.set_name(coroutine.__name__)  # type: ignore[attr-defined]
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._fail(task.exception())
+
+    def _fail(self, error: BaseException | None) -> None:
+        if error is not None and not self._fatal.done():
+            self._fatal.set_exception(error)
+
+    async def _or_fatal(self, coroutine: Awaitable[None]) -> None:
+        """Await the main line; the first failure anywhere else ends it."""
+        main = asyncio.ensure_future(coroutine)
+        try:
+            await asyncio.wait({main, self._fatal}, return_when=asyncio.FIRST_COMPLETED)
+            if self._fatal.done() and not main.done():
+                self._fatal.result()
+            await main
+        finally:
+            main.cancel()
+            await asyncio.gather(main, return_exceptions=True)
+            self._fatal.cancel()
+
+    async def _within(self, what: str, wait: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._plan.stall_s):
+                return await wait
+        except TimeoutError:
+            raise DeadlineError(
+                f"waited {self._plan.stall_s:g} s for {what}; look at the role's log, or raise run.stall_s"
+            ) from None

@@ -1,0 +1,46 @@
+"""What a run is asked to do, as the runtime needs it: plain numbers, no settings file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.runtime.staleness import StalenessPolicy
+from headrace.types import InterruptMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    steps: int
+    """The run is over when this many steps are trained."""
+    group_size: int
+    groups_per_step: int
+    max_lag: int = 1
+    staleness: StalenessPolicy = "pace"
+    advantage: str = "grpo"
+    """A name in ``algos.advantages.ADVANTAGES``."""
+    reward_weights: tuple[float, ...] | None = None
+    drop_zero_variance: bool = False
+    overlong_buffer_tokens: int = 0
+    overlong_factor: float = 1.0
+    max_tokens: int = 256
+    """The length at which sampling stops; overlong shaping counts back from it."""
+    seed: int = 0
+    interrupt: InterruptMode = "never"
+    checkpoint_every: int = 50
+    keep_checkpoints: int = 2
+    attempt_s: float = 600.0
+    """Deadline of one attempt; a group that misses it is dropped as failed."""
+    sync_s: float = 60.0
+    """Deadline for every engine to have new weights."""
+    stall_s: float = 600.0
+    """A run in which nothing moves for this long is stopped, and says what it waited for."""
+    error_budget: float = 0.1
+    """Share of admitted groups that may fail before the run stops."""
+
+    @property
+    def capacity(self) -> int:
+        return (self.max_lag + 1) * self.groups_per_step
+
+    @property
+    def total_groups(self) -> int:
+        return self.steps * self.groups_per_step

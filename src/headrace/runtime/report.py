@@ -1,0 +1,53 @@
+"""What people see of a run, one event a step: reward, lag, speed, and where every second went."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from headrace.protocols import Cluster, Sink
+from headrace.runtime.state import RunState
+from headrace.types import RoleStatus, StepResult
+
+
+class Reporter:
+    def __init__(self, state: RunState, cluster: Cluster, sink: Sink) -> None:
+        self._state = state
+        self._cluster = cluster
+        self._sink = sink
+        self._clock = asyncio.get_running_loop().time
+        self._since = self._clock()
+        self._trained_tokens = 0
+
+    async def statuses(self) -> list[RoleStatus]:
+        roles = [*self._cluster.engines, self._cluster.trainer]
+        return list(await asyncio.gather(*(role.status() for role in roles)))
+
+    def start(self) -> None:
+        """Speed is counted from here."""
+        self._since = self._clock()
+
+    async def step(self, result: StepResult, batch: Mapping[str, float]) -> None:
+        self._trained_tokens += result.num_loss_tokens
+        roles = await self.statuses()
+        elapsed = max(self._clock() - self._since, 1e-9)
+        device_s = elapsed * len(roles)
+        self._sink.emit(
+            "step",
+            {
+                "step": result.step,
+                "version": result.version,
+                **batch,
+                "tokens_per_s": self._trained_tokens / elapsed,
+                "goodput": self._trained_tokens / device_s,
+                "skipped": result.skipped,
+                "metrics": dict(result.metrics),
+                "roles": [asdict(role) for role in roles],
+                **self.ledger(),
+            },
+        )
+
+    def ledger(self) -> dict[str, Any]:
+        return {"attempts": self._state.ledger.attempts(), "tokens_by_state": self._state.ledger.tokens()}

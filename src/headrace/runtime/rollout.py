@@ -1,0 +1,132 @@
+"""One attempt: an environment talks to the policy, and every token is journalled on the way.
+
+``RolloutClient`` is what the environment sees as the policy. Behind ``sample`` it picks an engine,
+resumes from what the journal already holds, and goes on when an engine hands back a partial
+completion because weights arrived. An attempt replayed after a crash gets its finished turns back
+from the journal in order, so an environment only has to be deterministic given its turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from headrace.data import completions
+from headrace.protocols import Engine, Environment
+from headrace.runtime.journal import Record
+from headrace.runtime.router import Router
+from headrace.runtime.state import LiveGroup
+from headrace.types import Completion, Request, Sampling, Trajectory, Turn
+
+
+class Interrupted(Exception):
+    """The attempt was stopped on purpose; what it sampled is in the journal."""
+
+
+class RolloutClient:
+    """The policy as one attempt sees it (``protocols.PolicyClient``)."""
+
+    def __init__(
+        self,
+        live: LiveGroup,
+        attempt: int,
+        *,
+        router: Router,
+        record: Callable[[Record], None],
+        seed: int,
+        stopping: Callable[[], bool],
+    ) -> None:
+        """``stopping`` turns true when the group is to end without finishing."""
+        self._live = live
+        self._attempt = attempt
+        self._router = router
+        self._record = record
+        self._seed = seed
+        self._stopping = stopping
+        self._next_turn = 0
+
+    async def sample(self, prompt_ids: np.ndarray, sampling: Sampling) -> Turn:
+        number, self._next_turn = self._next_turn, self._next_turn + 1
+        if number < len(self._finished):
+            return self._finished[number]
+        seed = turn_seed(self._seed, self._live.group, self._attempt, number)
+        request = Request(
+            id=f"{self._live.group}/{self._attempt}/{number}",
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            seed=seed,
+        )
+        completion, engine = await self._generate(request, number)
+        turn = Turn(
+            prompt_ids=prompt_ids, completion=completion, sampling=sampling, seed=seed, engine=engine.name
+        )
+        known = self._journalled.num_tokens
+        self._write("turn", number, value=replace(turn, completion=completions.tail(completion, known)))
+        return self._finished[number]
+
+    async def _generate(self, request: Request, number: int) -> tuple[Completion, Engine]:
+        """Until the completion is finished, whatever interrupts it."""
+        while not self._stopping():
+            prefix = self._journalled
+            resumed = replace(request, prefix=prefix if prefix.num_tokens else None)
+            with self._router.lease(request.id) as engine:
+                try:
+                    completion = await engine.generate(resumed, lambda c: self._journal(number, c))
+                except asyncio.CancelledError:
+                    await engine.abort((request.id,))
+                    raise
+            if completion.finish_reason != "abort":
+                return completion, engine
+            self._journal(number, completion)
+        raise Interrupted
+
+    def _journal(self, number: int, so_far: Completion) -> None:
+        known = self._journalled.num_tokens
+        if so_far.num_tokens > known:
+            self._write("tokens", number, more=completions.tail(so_far, known))
+
+    def _write(self, kind: str, number: int, **fields: object) -> None:
+        where = {"group": self._live.group, "attempt": self._attempt, "turn": number}
+        self._record({"kind": kind, **where, **fields})
+
+    @property
+    def _finished(self) -> list[Turn]:
+        return self._live.turns.get(self._attempt, [])
+
+    @property
+    def _journalled(self) -> Completion:
+        return self._live.unfinished.get(self._attempt, completions.EMPTY)
+
+
+async def run_attempt(
+    environment: Environment, live: LiveGroup, attempt: int, client: RolloutClient
+) -> Record:
+    """Run the environment; returns the ``episode`` record."""
+    trajectories = await environment.run(live.task, client)
+    turns = live.turns.get(attempt, [])
+    return {
+        "kind": "episode",
+        "group": live.group,
+        "attempt": attempt,
+        "trajectories": [_by_number(trajectory, turns) for trajectory in trajectories],
+    }
+
+
+def _by_number(trajectory: Trajectory, turns: list[Turn]) -> dict[str, object]:
+    numbers = {id(turn): i for i, turn in enumerate(turns)}
+    return {
+        "turns": [numbers[id(turn)] for turn in trajectory.turns],
+        "text": trajectory.text,
+        "policy": trajectory.policy,
+        "trainable": trajectory.trainable,
+    }
+
+
+def turn_seed(seed: int, group: int, attempt: int, turn: int) -> int:
+    """The noise stream of one turn: the same in every run with the same seed."""
+    digest = hashlib.blake2b(f"{seed}/{group}/{attempt}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

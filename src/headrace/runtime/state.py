@@ -1,0 +1,187 @@
+"""The controller's memory: a fold over the journal.
+
+``RunState.apply(record)`` is the only thing that changes it, live and in recovery alike, so what a
+killed controller knew is what its successor reads back. The record kinds:
+
+    admit    {group, task, attempts, version}      a group takes a slot
+    tokens   {group, attempt, turn, more}          an unfinished turn grew by the completion ``more``
+    turn     {group, attempt, turn, value}         a turn is finished: a ``Turn`` whose completion holds
+                                                   only what ``tokens`` records have not said yet
+    episode  {group, attempt, trajectories}        an attempt is finished; its turns are named by number
+    scored   {group, rewards, returns}             the group waits for its batch
+    drop     {group, reason, detail}               a group ends untrained
+    take     {step, groups}                        a step begins to train these groups
+    trained  {step, version, groups}               ... and has; its slots are held until the weights arrive
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headrace.data import completions
+from headrace.errors import InvariantError
+from headrace.runtime.ledger import AttemptLedger
+from headrace.types import Completion, Episode, EpisodeGroup, Task, Trajectory, Turn
+
+
+@dataclass(slots=True)
+class LiveGroup:
+    """A group between admission and its end."""
+
+    group: int
+    task: Task
+    num_attempts: int
+    version: int
+    """A lower bound for its oldest token: the weights the engines had when it was admitted."""
+    turns: dict[int, list[Turn]] = field(default_factory=dict)
+    """Finished turns by attempt."""
+    unfinished: dict[int, Completion] = field(default_factory=dict)
+    """What the running turn of an attempt has sampled so far."""
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    scored: EpisodeGroup | None = None
+
+
+@dataclass(slots=True)
+class RunState:
+    step: int = 0
+    """Last step trained."""
+    version: int = 0
+    next_group: int = 0
+    """Group ``n`` attempts task ``n`` of the source, so this is the task cursor too."""
+    num_trained_groups: int = 0
+    num_failed_groups: int = 0
+    ledger: AttemptLedger = field(default_factory=AttemptLedger)
+    groups: dict[int, LiveGroup] = field(default_factory=dict)
+    progress: int = 0
+    """Records applied; a run that is alive moves it."""
+
+    def apply(self, record: dict[str, Any]) -> None:
+        handler = _HANDLERS[record["kind"]]
+        handler(self, record)
+        self.progress += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state as values of the data contract."""
+        return {
+            "step": self.step,
+            "version": self.version,
+            "next_group": self.next_group,
+            "num_trained_groups": self.num_trained_groups,
+            "num_failed_groups": self.num_failed_groups,
+            "ledger": self.ledger.snapshot(),
+            "groups": [
+                {name: getattr(group, name) for name in LiveGroup.__dataclass_fields__}
+                for group in self.groups.values()
+            ],
+        }
+
+    @classmethod
+    def restore(cls, snapshot: dict[str, Any]) -> RunState:
+        groups = [LiveGroup(**fields) for fields in snapshot["groups"]]
+        plain = {k: v for k, v in snapshot.items() if k not in ("ledger", "groups")}
+        return cls(
+            **plain,
+            ledger=AttemptLedger.restore(snapshot["ledger"]),
+            groups={group.group: group for group in groups},
+        )
+
+    def live(self, group: int) -> LiveGroup:
+        try:
+            return self.groups[group]
+        except KeyError:
+            raise InvariantError(f"group {group} is not live") from None
+
+    def attempts(self, group: int) -> range:
+        return range(self.live(group).num_attempts)
+
+
+def _admit(state: RunState, r: dict[str, Any]) -> None:
+    group = r["group"]
+    if group != state.next_group:
+        raise InvariantError(f"group {group} was admitted out of turn; {state.next_group} is next")
+    state.ledger.admit(group, r["attempts"])
+    state.groups[group] = LiveGroup(group, r["task"], r["attempts"], r["version"])
+    state.next_group += 1
+
+
+def _tokens(state: RunState, r: dict[str, Any]) -> None:
+    live, attempt, more = state.live(r["group"]), r["attempt"], r["more"]
+    if r["turn"] != len(live.turns.get(attempt, ())):
+        raise InvariantError(f"tokens of turn {r['turn']} of attempt {(live.group, attempt)}: out of turn")
+    state.ledger.sampled(live.group, attempt, more.num_tokens)
+    live.unfinished[attempt] = completions.join(live.unfinished.get(attempt, completions.EMPTY), more)
+
+
+def _turn(state: RunState, r: dict[str, Any]) -> None:
+    live, attempt, turn = state.live(r["group"]), r["attempt"], r["value"]
+    done = live.turns.setdefault(attempt, [])
+    if r["turn"] != len(done):
+        raise InvariantError(f"turn {r['turn']} of attempt {(live.group, attempt)} is out of turn")
+    state.ledger.sampled(live.group, attempt, turn.completion.num_tokens)
+    known = live.unfinished.pop(attempt, completions.EMPTY)
+    done.append(replace(turn, completion=completions.join(known, turn.completion)))
+
+
+def _episode(state: RunState, r: dict[str, Any]) -> None:
+    live, attempt = state.live(r["group"]), r["attempt"]
+    state.ledger.move(live.group, (attempt,), "generating", "scoring")
+    turns = live.turns.get(attempt, [])
+    trajectories = tuple(
+        Trajectory(turns=tuple(turns[i] for i in t["turns"]), **{k: v for k, v in t.items() if k != "turns"})
+        for t in r["trajectories"]
+    )
+    live.episodes[attempt] = Episode(
+        group=live.group, attempt=attempt, task=live.task, trajectories=trajectories
+    )
+
+
+def _scored(state: RunState, r: dict[str, Any]) -> None:
+    live = state.live(r["group"])
+    state.ledger.move(live.group, range(live.num_attempts), "scoring", "buffered")
+    episodes = tuple(
+        _with_rewards(live.episodes[attempt], r["rewards"][attempt]) for attempt in range(live.num_attempts)
+    )
+    live.scored = EpisodeGroup(
+        group=live.group, task=live.task, episodes=episodes, returns=tuple(r["returns"])
+    )
+    live.version = min(episode.oldest_version for episode in episodes)
+    # The scored group holds the episodes; keeping them twice would double the checkpoint.
+    live.turns, live.episodes = {}, {}
+
+
+def _with_rewards(episode: Episode, rewards: dict[str, float | None]) -> Episode:
+    first, *others = episode.trajectories
+    return replace(episode, trajectories=(replace(first, rewards=rewards), *others))
+
+
+def _drop(state: RunState, r: dict[str, Any]) -> None:
+    live = state.live(r["group"])
+    state.ledger.drop(live.group, range(live.num_attempts), r["reason"])
+    state.num_failed_groups += r["reason"] == "failed"
+    del state.groups[live.group]
+
+
+def _take(state: RunState, r: dict[str, Any]) -> None:
+    for group in r["groups"]:
+        state.ledger.move(group, state.attempts(group), "buffered", "training")
+
+
+def _trained(state: RunState, r: dict[str, Any]) -> None:
+    state.step, state.version = r["step"], r["version"]
+    for group in r["groups"]:
+        state.ledger.move(group, state.attempts(group), "training", "trained")
+        del state.groups[group]
+    state.num_trained_groups += len(r["groups"])
+
+
+_HANDLERS = {
+    "admit": _admit,
+    "tokens": _tokens,
+    "turn": _turn,
+    "episode": _episode,
+    "scored": _scored,
+    "drop": _drop,
+    "take": _take,
+    "trained": _trained,
+}

@@ -1,0 +1,293 @@
+"""What moves between the stages: one rollout, from the task that caused it to the weights it changed.
+
+    Task -> Request -> Completion -> Turn -> Trajectory -> Episode -> EpisodeGroup
+         -> Sample -> TrainBatch -> StepResult -> WeightManifest
+
+Every carrier is frozen: a stage returns a new object and nothing is filled in later. Token ids are
+never rebuilt from text, and behaviour log-probabilities are never recomputed. Only numpy and the
+standard library are used here, so that the control plane runs without torch.
+
+Shape legend: P prompt tokens, L sampled tokens, T = P + L tokens of a sample, R runs, N recorded
+rows, M mixture-of-experts layers, K experts a token, S kept-token ids over all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+"""Why sampling ended. ``abort`` means unfinished: the completion can be resumed from its tokens."""
+
+DropReason = Literal["stale", "failed", "cancelled", "zero-variance", "over-length"]
+"""Why an admitted attempt was never trained."""
+
+InterruptMode = Literal["never", "drain", "abort", "block"]
+"""What running requests do while weights arrive (see ``protocols.Engine.begin_update``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem to attempt, as a task source yields it."""
+
+    id: str
+    """Unique within its source and stable across resumes."""
+    prompt: str | tuple[Mapping[str, Any], ...]
+    """Plain text, or chat messages (``role``, ``content``) for the model's chat template."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Everything else the source knows (``answer``, ...); reward functions receive it by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. The defaults sample the model's own distribution."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy: the logprob of every token is then 0, so such tokens cannot be trained on."""
+    top_k: int = 0
+    """0 keeps every token."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the completion; the token is part of it."""
+
+    @property
+    def truncates(self) -> bool:
+        """True when the distribution is cut (top-k, top-p or min-p)."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Expert choices of a mixture-of-experts model, recorded while sampling."""
+
+    experts: np.ndarray
+    """uint8 or uint16 [N, M, K], in the order of the true entries of ``recorded``."""
+    recorded: np.ndarray
+    """bool, one per token of the owner; the last sampled token never has a row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingMask:
+    """The tokens that could have been drawn at each position, as ragged rows."""
+
+    token_ids: np.ndarray
+    """int32 [S]."""
+    offsets: np.ndarray
+    """int64 [L + 1]; an empty row means the whole vocabulary was kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled for one request."""
+
+    token_ids: np.ndarray
+    """int32 [L]."""
+    logprobs: np.ndarray
+    """float32 [L], of the distribution really sampled from (after temperature and truncation)."""
+    versions: np.ndarray
+    """int32 [L], the policy version that produced each token."""
+    finish_reason: FinishReason
+    kv_versions: np.ndarray
+    """int32 [R, 2] of (version, rows): which weights wrote the key-value rows that were attended to, in
+    order of position, prompt included; the last sampled token has no row."""
+    routing: Routing | None = None
+    """None: the model routes nothing, or routes were not asked for."""
+    sampling_mask: SamplingMask | None = None
+    """None: the distribution was not truncated."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Ask an engine for one completion."""
+
+    id: str
+    """Unique while the request lives: ``<group>/<attempt>/<turn>``."""
+    prompt_ids: np.ndarray
+    """int32 [P]."""
+    sampling: Sampling
+    seed: int
+    """Noise is keyed on (seed, position, token id), so a resumed request continues its stream."""
+    prefix: Completion | None = None
+    """What an interrupted attempt had already sampled; the answer starts with these tokens, unchanged.
+    None: start from the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One model call inside a trajectory."""
+
+    prompt_ids: np.ndarray
+    """int32 [P], everything the model was shown."""
+    completion: Completion
+    sampling: Sampling
+    seed: int
+    engine: str
+    """Name of the engine that finished the turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One agent's turns, in order."""
+
+    turns: tuple[Turn, ...]
+    text: str
+    """The last completion decoded, special tokens removed: for rewards and people, never for training."""
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """By reward name; None means not applicable. Empty until scored."""
+    policy: str = "policy"
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One run of an environment on a task: one attempt."""
+
+    group: int
+    attempt: int
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(turn.completion.num_tokens for t in self.trajectories for turn in t.turns)
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest sampled token (a large number when nothing was sampled)."""
+        per_turn = (turn.completion.versions for t in self.trajectories for turn in t.turns)
+        return min((int(v.min()) for v in per_turn if v.size), default=2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeGroup:
+    """The attempts that are compared with each other, scored."""
+
+    group: int
+    task: Task
+    episodes: tuple[Episode, ...]
+    returns: tuple[float, ...]
+    """The weighted sum of each episode's rewards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One token sequence to train on; unsampled tokens have ``loss_mask`` 0 and zeros elsewhere."""
+
+    group: int
+    attempt: int
+    token_ids: np.ndarray
+    """int32 [T]."""
+    loss_mask: np.ndarray
+    """bool [T], true on tokens the policy sampled."""
+    behavior_logprobs: np.ndarray
+    """float32 [T]; entry t is the logprob of token t given the tokens before it."""
+    versions: np.ndarray
+    """int32 [T]; -1 on tokens that were not sampled."""
+    advantages: np.ndarray
+    """float32 [T]."""
+    temperature: float
+    kv_versions: np.ndarray
+    """int32 [R, 2], as in ``Completion``."""
+    ref_logprobs: np.ndarray | None = None
+    """float32 [T]; None: no scorer supplied them."""
+    routing: Routing | None = None
+    sampling_mask: SamplingMask | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """What one training step consumes, ordered by (group, attempt)."""
+
+    step: int
+    """The step that trains it; the first is 1."""
+    version: int
+    """The weights the step starts from; the step produces ``version + 1``."""
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a training step did."""
+
+    step: int
+    version: int
+    """Version of the weights after the step."""
+    num_loss_tokens: int
+    skipped: str | None = None
+    """Why the optimizer was not stepped (non-finite gradient, ...); None: it was."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """For people. Nothing in the library decides by them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBlob:
+    """A named tensor as raw bytes, so that transports need no torch and carry any dtype."""
+
+    name: str
+    dtype: str
+    """As safetensors spells it: F32, BF16, ..."""
+    shape: tuple[int, ...]
+    data: np.ndarray
+    """uint8 [num_bytes], contiguous."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSlot:
+    """Where a tensor lies inside a published bundle."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightManifest:
+    """The announcement of published weights; an update is applied whole or not at all."""
+
+    version: int
+    base_version: int | None
+    """The version a delta applies to; None: the bundle is complete."""
+    kind: Literal["full", "adapter", "delta"]
+    transport: str
+    location: str
+    """Where the transport finds the bytes (a path for mapped memory and files)."""
+    num_bytes: int
+    digest: str
+    slots: tuple[TensorSlot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleStatus:
+    """What a worker says of itself with each heartbeat."""
+
+    role: str
+    """``engine-0``, ``trainer``, ..."""
+    version: int
+    progress: int
+    """Grows whenever real work is done (tokens computed); liveness alone does not move it."""
+    seconds: Mapping[str, float]
+    """Wall time by activity since start; the sum is the worker's age."""
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+NO_KV = np.zeros((0, 2), dtype=np.int32)
+"""``kv_versions`` of something that attended to nothing."""

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+
+from headrace.errors import CheckpointError
+from headrace.runtime.journal import Journal, read, segment_path
+
+
+def written(directory, numbers, step=0):
+    journal = Journal(directory, step)
+    for n in numbers:
+        journal.write({"kind": "drop", "group": n})
+    journal.close()
+
+
+def groups(directory, from_step=0):
+    return [record["group"] for record in read(directory, from_step)]
+
+
+def test_records_come_back_in_order_across_segments(tmp_path):
+    written(tmp_path, [1, 2], step=0)
+    written(tmp_path, [3], step=10)
+    assert groups(tmp_path) == [1, 2, 3]
+    assert groups(tmp_path, from_step=10) == [3]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 9, 20])
+def test_a_record_cut_off_at_the_end_is_forgotten_and_overwritten(tmp_path, cut):
+    written(tmp_path, [1, 2])
+    path = segment_path(tmp_path, 0)
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert groups(tmp_path) == [1]
+    written(tmp_path, [3])
+    assert groups(tmp_path) == [1, 3]
+
+
+def test_damage_in_the_middle_is_an_error_that_names_the_file(tmp_path):
+    written(tmp_path, [1, 2])
+    path = segment_path(tmp_path, 0)
+    data = bytearray(path.read_bytes())
+    data[12] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"step-00000000.journal is damaged at byte 0"):
+        groups(tmp_path)
+
+
+def test_a_torn_end_is_only_forgiven_in_the_last_segment(tmp_path):
+    written(tmp_path, [1], step=0)
+    path = segment_path(tmp_path, 0)
+    path.write_bytes(path.read_bytes()[:-1])
+    written(tmp_path, [2], step=5)
+    with pytest.raises(CheckpointError, match="step-00000000"):
+        groups(tmp_path)
+
+
+def test_prune_removes_only_what_no_checkpoint_needs(tmp_path):
+    for step in (0, 5, 10):
+        written(tmp_path, [step], step=step)
+    Journal(tmp_path, 10).prune(before_step=5)
+    assert groups(tmp_path) == [5, 10]

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from harness import MemorySink, OneTurn, ParityScorer, make_pipeline, make_plan
+
+from headrace.engines.scripted import ScriptedEngine
+from headrace.errors import DeadlineError, RewardError
+from headrace.plan import virtual_clock
+from headrace.trainers.scripted import ScriptedTrainer
+
+
+def run(tmp_path, plan, **parts):
+    """Returns (state, trainer, sink) of a finished run; parts are factories called inside the loop."""
+
+    async def main():
+        made = {name: factory() for name, factory in parts.items()}
+        made.setdefault("trainer", ScriptedTrainer())
+        made.setdefault("sink", MemorySink())
+        state = await make_pipeline(tmp_path, plan, **made).run()
+        return state, made["trainer"], made["sink"]
+
+    return virtual_clock.run(main())
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+@pytest.mark.parametrize("mode", ["never", "drain", "abort", "block"])
+def test_every_attempt_is_trained_once_and_lag_is_bounded(tmp_path, max_lag, mode):
+    plan = make_plan(max_lag=max_lag, interrupt=mode)
+    state, trainer, _ = run(tmp_path, plan)
+    assert state.step == plan.steps
+    assert set(trainer.counts.values()) == {1}
+    assert len(trainer.counts) == plan.steps * plan.groups_per_step * plan.group_size
+    assert max(trainer.lags) <= max_lag
+    assert state.ledger.attempts()["trained"] == state.ledger.num_admitted
+    state.ledger.check()
+
+
+def test_more_lag_is_faster_than_lag_zero_on_the_virtual_clock(tmp_path):
+    def duration(max_lag):
+        async def main():
+            engine = ScriptedEngine(token_s=0.02)
+            pipeline = make_pipeline(
+                tmp_path / str(max_lag), make_plan(max_lag=max_lag, steps=20), engines=[engine]
+            )
+            await pipeline.run()
+            return asyncio.get_running_loop().time()
+
+        return virtual_clock.run(main())
+
+    assert duration(1) < 0.8 * duration(0)
+
+
+def test_two_engines_share_the_work(tmp_path):
+    async def main():
+        engines = [ScriptedEngine("engine-0"), ScriptedEngine("engine-1")]
+        await make_pipeline(tmp_path, make_plan(groups_per_step=8, steps=4), engines=engines).run()
+        return [engine.num_tokens for engine in engines]
+
+    first, second = virtual_clock.run(main())
+    assert min(first, second) > 0.3 * max(first, second)
+
+
+def test_drop_policy_replaces_stale_groups_one_for_one(tmp_path):
+    def straggling(request):
+        long = request.id.startswith("1/")
+        return np.arange(200 if long else 4, dtype=np.int32)
+
+    plan = make_plan(max_lag=1, staleness="drop", steps=8)
+    state, trainer, sink = run(
+        tmp_path,
+        plan,
+        engines=lambda: [ScriptedEngine(script=straggling)],
+        environment=lambda: OneTurn(max_tokens=400),
+    )
+    assert [d["reason"] for d in sink.of("drop")] == ["stale"]
+    assert state.ledger.attempts()["dropped:stale"] == plan.group_size
+    assert 0 < state.ledger.tokens()["dropped:stale"] < 200 * plan.group_size
+    assert max(trainer.lags) <= plan.max_lag
+    assert len(trainer.counts) == plan.steps * plan.groups_per_step * plan.group_size
+
+
+def test_pace_policy_waits_for_the_straggler_and_drops_nothing(tmp_path):
+    def straggling(request):
+        return np.arange(200 if request.id.startswith("1/") else 4, dtype=np.int32)
+
+    plan = make_plan(max_lag=1, staleness="pace", steps=8)
+    _, trainer, sink = run(
+        tmp_path,
+        plan,
+        engines=lambda: [ScriptedEngine(script=straggling)],
+        environment=lambda: OneTurn(max_tokens=400),
+    )
+    assert sink.of("drop") == []
+    assert trainer.counts["1/0"] == 1
+    assert max(trainer.lags) <= plan.max_lag
+
+
+def test_zero_variance_groups_are_dropped_and_refilled_exactly(tmp_path):
+    plan = make_plan(drop_zero_variance=True, group_size=2)
+    state, trainer, _ = run(tmp_path, plan)
+    dropped = state.ledger.attempts()["dropped:zero-variance"]
+    assert dropped > 0
+    assert len(trainer.counts) == plan.steps * plan.groups_per_step * plan.group_size
+    assert state.ledger.num_admitted == len(trainer.counts) + dropped
+
+
+class FailingScorer(ParityScorer):
+    def __init__(self, failing: set[int]) -> None:
+        super().__init__()
+        self._failing = failing
+
+    async def score(self, task, episodes):
+        if int(task.id) in self._failing:
+            raise RewardError(f"no score for task {task.id}")
+        return await super().score(task, episodes)
+
+
+def test_a_failing_reward_drops_its_group_and_the_run_goes_on(tmp_path):
+    state, trainer, sink = run(tmp_path, make_plan(), scorer=lambda: FailingScorer({2, 5}))
+    assert state.step == 6
+    assert state.ledger.attempts()["dropped:failed"] == 6
+    assert "2/0" not in trainer.counts
+    assert "no score for task 2" in sink.of("drop")[0]["detail"]
+
+
+def test_failures_over_the_error_budget_stop_the_run_with_the_reason(tmp_path):
+    with pytest.raises(RewardError, match=r"error_budget.*no score for task"):
+        run(tmp_path, make_plan(), scorer=lambda: FailingScorer(set(range(1000))))
+
+
+def test_a_run_in_which_nothing_moves_says_what_it_waited_for(tmp_path):
+    plan = make_plan(stall_s=50, attempt_s=1e6)
+    with pytest.raises(DeadlineError, match=r"2 more finished groups"):
+        run(tmp_path, plan, scorer=lambda: ParityScorer(seconds=1e6))
+
+
+def test_an_attempt_over_its_deadline_fails_its_group_only(tmp_path):
+    def endless(request):
+        return np.arange(10_000 if request.id.startswith("3/1/") else 4, dtype=np.int32)
+
+    state, _, sink = run(
+        tmp_path,
+        make_plan(attempt_s=5.0),
+        engines=lambda: [ScriptedEngine(script=endless)],
+        environment=lambda: OneTurn(max_tokens=20_000),
+    )
+    assert "rollout.attempt_s" in sink.of("drop")[0]["detail"]
+    assert state.ledger.attempts()["dropped:failed"] == 3
+    state.ledger.check()
+
+
+def test_shares_of_every_role_sum_to_its_age(tmp_path):
+    _, _, sink = run(tmp_path, make_plan())
+    last = sink.of("step")[-1]
+    ages = [sum(role["seconds"].values()) for role in last["roles"]]
+    assert ages[0] == pytest.approx(ages[1])
+
+
+def test_stop_saves_everything_and_resume_finishes_the_same_run(tmp_path):
+    async def stopped():
+        trainer = ScriptedTrainer()
+        pipeline = make_pipeline(tmp_path, make_plan(), trainer=trainer)
+        asyncio.get_running_loop().call_later(0.35, pipeline.request_stop)
+        return await pipeline.run()
+
+    first = virtual_clock.run(stopped())
+    assert 0 < first.step < 6
+    assert first.ledger.attempts()["generating"] > 0
+    state, trainer, _ = run(tmp_path, make_plan())
+    assert state.step == 6
+    assert set(trainer.counts.values()) == {1}
+    assert len(trainer.counts) == 36
+    assert state.ledger.num_admitted == 36

@@ -1,0 +1,108 @@
+"""A controller that dies at any moment of a random schedule: its successors lose and repeat nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from harness import MemorySink, ParityScorer, make_pipeline, make_plan
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace.engines.scripted import ScriptedEngine, hashed_script
+from headrace.errors import RewardError
+from headrace.plan import virtual_clock
+from headrace.trainers.scripted import ScriptedTrainer
+
+
+class FlakyScorer(ParityScorer):
+    """Fails on some tasks, always the same ones."""
+
+    async def score(self, task, episodes):
+        if int(task.id) % 7 == 5:
+            raise RewardError("flaky")
+        return await super().score(task, episodes)
+
+
+class Sink(MemorySink):
+    """Checks the books at every event."""
+
+    pipeline = None
+
+    def emit(self, event, fields):
+        super().emit(event, fields)
+        if self.pipeline is not None:
+            self.pipeline.state.ledger.check()
+
+
+async def one_life(run_dir: Path, plan, life_s: float | None):
+    """Run until the plan is done (returns state and trainer) or until killed after ``life_s``."""
+    sink = Sink()
+    trainer = ScriptedTrainer(token_s=0.002)
+    engine = ScriptedEngine(script=hashed_script(mean_tokens=12), token_s=0.02)
+    pipeline = make_pipeline(
+        run_dir, plan, engines=[engine], trainer=trainer, scorer=FlakyScorer(0.05), sink=sink
+    )
+    sink.pipeline = pipeline
+    task = asyncio.ensure_future(pipeline.run())
+    done, _ = await asyncio.wait({task}, timeout=life_s)
+    if done:
+        return task.result(), trainer
+    # A kill is abrupt: whatever cleaning up does after it must not reach the journal.
+    pipeline._journal.write = lambda record: None  # type: ignore[method-assign]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return None
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lives=st.lists(st.floats(0.0, 3.0), max_size=5),
+    max_lag=st.integers(0, 3),
+    policy=st.sampled_from(["pace", "drop"]),
+    drop_zero_variance=st.booleans(),
+    mode=st.sampled_from(["never", "drain", "abort", "block"]),
+    checkpoint_every=st.integers(1, 4),
+)
+def test_killed_at_random_moments(lives, max_lag, policy, drop_zero_variance, mode, checkpoint_every):
+    plan = make_plan(
+        steps=5,
+        max_lag=max_lag,
+        staleness=policy,
+        drop_zero_variance=drop_zero_variance,
+        interrupt=mode,
+        checkpoint_every=checkpoint_every,
+        error_budget=0.5,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        for life_s in (*lives, None):
+            ended = virtual_clock.run(one_life(Path(name), plan, life_s))
+            if ended is not None:
+                break
+    assert ended is not None
+    state, trainer = ended
+    assert state.step == plan.steps
+    assert set(trainer.counts.values()) == {1}
+    assert len(trainer.counts) == plan.steps * plan.groups_per_step * plan.group_size
+    assert max(trainer.lags) <= max_lag
+    state.ledger.check()
+    counts = state.ledger.attempts()
+    assert counts["trained"] == len(trainer.counts)
+    assert sum(counts[s] for s in ("generating", "scoring", "buffered", "training")) == 0
+
+
+def test_finished_groups_are_not_generated_again(tmp_path):
+    plan = make_plan(steps=4, max_lag=3)
+    assert virtual_clock.run(one_life(tmp_path, plan, 0.6)) is None
+
+    async def second_life():
+        engine = ScriptedEngine(script=hashed_script(mean_tokens=12), token_s=0.02)
+        pipeline = make_pipeline(tmp_path, plan, engines=[engine])
+        before = pipeline.state.ledger.num_sampled_tokens
+        state = await pipeline.run()
+        return before, engine.num_tokens, state.ledger.num_sampled_tokens
+
+    known, sampled, total = virtual_clock.run(second_life())
+    assert known > 0
+    assert known + sampled == total
