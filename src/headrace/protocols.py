@@ -46,9 +46,7 @@ class Engine(Protocol):
         Unknown ids are ignored: a request may finish while the abort travels."""
         ...
 
-    async def score(
-        self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0
-    ) -> list[np.ndarray]:
+    async def score(self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
         """float32 [T] logprobs of given tokens under the current weights; entry 0 is 0."""
         ...
 
@@ -102,6 +100,9 @@ class Trainer(Protocol):
 class PolicyClient(Protocol):
     """What an environment may ask of the policy. Interruptions, retries and journalling happen behind it."""
 
+    seed: int
+    """For the environment's own randomness: differs between attempts, the same when one is replayed."""
+
     async def sample(self, prompt_ids: np.ndarray, sampling: Sampling) -> Turn: ...
 
 
@@ -154,8 +155,11 @@ class WeightReceiver(Protocol):
 class Cluster(Protocol):
     """The workers of a run, as a launcher started them."""
 
-    engines: Sequence[Engine]
-    trainer: Trainer
+    @property
+    def engines(self) -> Sequence[Engine]: ...
+
+    @property
+    def trainer(self) -> Trainer: ...
 
     async def wait_failure(self) -> Exception:
         """Returns the death of a worker; waits as long as all live."""

@@ -4,13 +4,19 @@ In: a tree of dataclasses from ``types``, mappings, lists, tuples, scalars and n
 byte string, and back. Arrays of one dtype are joined into one tensor, so a batch of thousands of
 small arrays costs a handful of headers. Nothing is pickled and no class is looked up outside
 ``types``: a frame can only name what the data contract names.
+
+The controller encodes and decodes every attempt several times, on a core it shares: dispatch is by exact
+type, and what can be known of a class is looked up once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,71 +24,138 @@ from safetensors.numpy import load, save
 
 from headrace import types
 
-_TYPES = {
+_HEADER = struct.Struct("<I")
+_TYPES: dict[str, type] = {
     name: value
     for name, value in vars(types).items()
     if dataclasses.is_dataclass(value) and isinstance(value, type)
 }
-_HEADER = struct.Struct("<I")
+_FIELDS = {cls: tuple(field.name for field in dataclasses.fields(cls)) for cls in _TYPES.values()}
+_VALUES: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    cls: attrgetter(*names) for cls, names in _FIELDS.items()
+}
+_PLAIN = {type(None), str, bool, int, float}
+_CODES = {
+    np.dtype(name): code
+    for code, name in {
+        "i": "int32",
+        "f": "float32",
+        "b": "bool",
+        "B": "uint8",
+        "H": "uint16",
+        "l": "int64",
+        "h": "int16",
+        "I": "uint32",
+        "e": "float16",
+        "L": "uint64",
+        "c": "int8",
+        "d": "float64",
+    }.items()
+}
+"""A letter a dtype, which names its joined tensor."""
+_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 def encode(value: Any) -> bytes:
     """Bytes of ``value``; raises TypeError naming the path of anything the contract does not carry."""
-    arrays: dict[str, list[np.ndarray]] = {}
-    sizes: dict[str, int] = {}
-
-    def array(a: np.ndarray) -> dict[str, Any]:
-        key = a.dtype.name
-        start = sizes.get(key, 0)
-        arrays.setdefault(key, []).append(a.reshape(-1))
-        sizes[key] = start + a.size
-        return {"$a": [key, start, list(a.shape)]}
-
-    def walk(v: Any, path: str) -> Any:
-        if v is None or isinstance(v, (str, bool, int, float)):
-            return v
-        if isinstance(v, np.ndarray):
-            return array(v)
-        if isinstance(v, np.generic):
-            return v.item()
-        if isinstance(v, tuple):
-            return {"$t": [walk(x, f"{path}[{i}]") for i, x in enumerate(v)]}
-        if isinstance(v, list):
-            return [walk(x, f"{path}[{i}]") for i, x in enumerate(v)]
-        if type(v).__name__ in _TYPES and type(v) is _TYPES[type(v).__name__]:
-            fields = [walk(getattr(v, n), f"{path}.{n}") for n in v.__dataclass_fields__]
-            return {"$c": type(v).__name__, "f": fields}
-        if isinstance(v, dict):
-            return {"$d": [[walk(k, path), walk(x, f"{path}.{k}")] for k, x in v.items()]}
-        raise TypeError(f"{path or 'value'}: {type(v).__name__} cannot cross a process boundary")
-
-    head = json.dumps(walk(value, ""), separators=(",", ":")).encode()
-    joined = {key: np.concatenate(parts) for key, parts in arrays.items()}
-    return _HEADER.pack(len(head)) + head + (save(joined) if joined else b"")
+    encoder = _Encoder()
+    try:
+        head = _to_json(encoder.walk(value)).encode()
+    except _Unsupported as e:
+        raise TypeError(f"{_path_of_fault(value) or 'value'}: {e} cannot cross a process boundary") from None
+    return _HEADER.pack(len(head)) + head + encoder.body()
 
 
 def decode(frame: bytes | memoryview) -> Any:
-    """The value behind ``encode``'s bytes. Arrays are read-only views where possible."""
+    """The value behind ``encode``'s bytes. Arrays share the memory of one read-only buffer a dtype."""
     frame = bytes(frame)
     (length,) = _HEADER.unpack_from(frame)
     tree = json.loads(frame[4 : 4 + length])
     body = frame[4 + length :]
-    joined = load(body) if body else {}
+    return _decoded(tree, load(body) if body else {})
 
-    def walk(v: Any) -> Any:
-        if isinstance(v, list):
-            return [walk(x) for x in v]
-        if not isinstance(v, dict):
+
+class _Encoder:
+    """Turns a value into a JSON tree and collects its arrays, by dtype."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[np.ndarray]] = {}
+        self._sizes: dict[str, int] = {}
+
+    def walk(self, v: Any) -> Any:
+        kind = type(v)
+        if kind in _PLAIN:
             return v
-        if "$a" in v:
-            key, start, shape = v["$a"]
-            size = int(np.prod(shape, dtype=np.int64))
-            return joined[key][start : start + size].reshape(shape)
-        if "$t" in v:
-            return tuple(walk(x) for x in v["$t"])
-        if "$d" in v:
-            return {walk(k): walk(x) for k, x in v["$d"]}
-        cls = _TYPES[v["$c"]]
-        return cls(**dict(zip(cls.__dataclass_fields__, map(walk, v["f"]), strict=True)))
+        if kind is np.ndarray:
+            return self._array(v)
+        values = _VALUES.get(kind)
+        if values is not None:
+            return {"$c": kind.__name__, "f": list(map(self.walk, values(v)))}
+        if kind is tuple:
+            return {"$t": list(map(self.walk, v))}
+        if kind is list:
+            return list(map(self.walk, v))
+        if kind is dict:
+            return {"$d": [[self.walk(k), self.walk(x)] for k, x in v.items()]}
+        if isinstance(v, np.generic):
+            return v.item()
+        for plain in (str, int, float):
+            # A subclass, such as an enumeration's member, travels as what it extends.
+            if isinstance(v, plain):
+                return str.__str__(v) if isinstance(v, str) else plain(v)
+        raise _Unsupported(kind.__name__)
 
-    return walk(tree)
+    def _array(self, a: np.ndarray) -> dict[str, Any]:
+        code = _CODES.get(a.dtype)
+        if code is None:
+            raise _Unsupported(f"an array of {a.dtype}")
+        start = self._sizes.get(code, 0)
+        self._parts.setdefault(code, []).append(a.reshape(-1))
+        self._sizes[code] = start + a.size
+        return {"$a": [code, start, *a.shape]}
+
+    def body(self) -> bytes:
+        joined = {code: np.concatenate(parts) for code, parts in self._parts.items()}
+        return save(joined) if joined else b""
+
+
+class _Unsupported(Exception):
+    """Something the contract does not carry; ``encode`` finds out where."""
+
+
+def _path_of_fault(v: Any, path: str = "") -> str:
+    """Where in ``v`` the first thing lies that cannot be encoded."""
+    children: list[tuple[str, Any]] = []
+    if type(v) in _FIELDS:
+        children = [(f"{path}.{name}", getattr(v, name)) for name in _FIELDS[type(v)]]
+    elif type(v) is dict:
+        children = [(path, k) for k in v] + [(f"{path}.{k}", x) for k, x in v.items()]
+    elif type(v) in (list, tuple):
+        children = [(f"{path}[{i}]", x) for i, x in enumerate(v)]
+    for where, child in children:
+        try:
+            _Encoder().walk(child)
+        except _Unsupported:
+            return _path_of_fault(child, where)
+    return path
+
+
+def _decoded(v: Any, joined: dict[str, np.ndarray]) -> Any:
+    if type(v) is list:
+        return [_decoded(x, joined) for x in v]
+    if type(v) is not dict:
+        return v
+    if "f" in v:
+        cls = _TYPES[v["$c"]]
+        names = _FIELDS[cls]
+        values = v["f"]
+        if len(values) != len(names):
+            raise ValueError(f"a {cls.__name__} of {len(values)} fields; this version has {len(names)}")
+        return cls(**{name: _decoded(x, joined) for name, x in zip(names, values, strict=True)})
+    if "$a" in v:
+        code, start, *shape = v["$a"]
+        array = joined[code][start : start + math.prod(shape)]
+        return array if len(shape) == 1 else array.reshape(shape)
+    if "$t" in v:
+        return tuple([_decoded(x, joined) for x in v["$t"]])
+    return {_decoded(k, joined): _decoded(x, joined) for k, x in v["$d"]}

@@ -4,8 +4,8 @@ In: the returns of the attempts that are compared with each other. Out: float32 
 ``data.samples`` spreads over each attempt's sampled tokens. An advantage depends on its own group only;
 the one batch-wide step, ``whiten``, is applied to new samples when a batch is taken.
 
-GRPO: arXiv 2402.03300. Dr.GRPO: arXiv 2503.20783. RLOO: arXiv 2402.14740. REINFORCE++ (baseline variant):
-arXiv 2501.03262; its per-token KL reward is left out, since KL is a term of the loss here. Soft overlong
+GRPO: arXiv 2402.03300. Dr.GRPO: arXiv 2503.20783. RLOO: arXiv 2402.14740. REINFORCE++, with groups its
+baseline variant: arXiv 2501.03262; its per-token KL reward is left out, since KL is a term of the loss here. Soft overlong
 punishment: DAPO, arXiv 2503.14476.
 """
 
@@ -50,18 +50,19 @@ def rloo(returns: Returns) -> np.ndarray:
 
 
 def reinforce_pp(returns: Returns) -> np.ndarray:
-    """R minus the group mean; complete only after ``whiten`` over the batch."""
-    return dr_grpo(returns)
+    """R minus the group mean (R itself for a lone attempt); complete only after ``whiten`` over the batch."""
+    values = _finite(returns)
+    return (values - values.mean()).astype(np.float32) if values.size > 1 else values.astype(np.float32)
 
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": grpo,
-    "dr_grpo": dr_grpo,
+    "dr-grpo": dr_grpo,
     "rloo": rloo,
-    "reinforce_pp": reinforce_pp,
+    "reinforce++": reinforce_pp,
 }
 
-BATCH_WHITENED = frozenset({"reinforce_pp"})
+BATCH_WHITENED = frozenset({"reinforce++"})
 """Advantages that ``whiten`` completes when a batch is taken."""
 
 

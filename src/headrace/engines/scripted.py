@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -88,11 +89,8 @@ class ScriptedEngine:
             done = join(done, self._sampled(request, done, chunk))
             if on_progress is not None and done.num_tokens < len(tokens):
                 on_progress(done)
-        reason = "length" if done.num_tokens >= request.sampling.max_tokens else "stop"
-        return Completion(
-            **{f: getattr(done, f) for f in done.__dataclass_fields__ if f != "finish_reason"},
-            finish_reason=reason,
-        )
+        cut = done.num_tokens >= request.sampling.max_tokens
+        return replace(done, finish_reason="length" if cut else "stop")
 
     def _sampled(self, request: Request, done: Completion, chunk: np.ndarray) -> Completion:
         self.num_tokens += len(chunk)
@@ -140,7 +138,7 @@ class ScriptedEngine:
         if self._receiver is not None:
             digest = hashlib.blake2b(digest_size=16)
             for blob in self._receiver.receive(manifest):
-                digest.update(blob.data)
+                digest.update(blob.data.tobytes())
             self.digest = digest.hexdigest()
         if manifest.version < self._version:
             raise WeightSyncError(f"{self.name} has version {self._version}; {manifest.version} is older")

@@ -25,7 +25,7 @@ class _JumpSelector(selectors.SelectSelector):
         if ready:
             return ready
         if timeout is None:
-            raise RuntimeError("virtual clock: every task waits and no timer is set, so nothing can ever happen")
+            raise RuntimeError("virtual clock: every task waits and no timer is set: nothing can happen")
         self.skipped_s += max(timeout, 0.0)
         return ready
 

@@ -13,9 +13,10 @@ by ``checkpoint.recover``. ``max_lag = 0`` is synchronous training through exact
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace.errors import CheckpointError, DeadlineError, RewardError
 from headrace.protocols import Cluster, Environment, Scorer, Sink, TaskSource
@@ -30,7 +31,7 @@ from headrace.runtime.router import Router
 from headrace.runtime.slots import Slots
 from headrace.runtime.state import RunState
 from headrace.runtime.weight_sync import WeightSync
-from headrace.types import DropReason, StepResult, WeightManifest
+from headrace.types import DropReason, RoleStatus, StepResult, WeightManifest
 
 T = TypeVar("T")
 
@@ -51,7 +52,9 @@ class Pipeline:
         tasks: TaskSource,
         run_dir: Path,
         sink: Sink,
+        own_status: Callable[[], RoleStatus] | None = None,
     ) -> None:
+        """``own_status`` tells where the controller's own time went; None: it is not metered."""
         self._plan = plan
         self._cluster = cluster
         self._trainer = cluster.trainer
@@ -80,7 +83,7 @@ class Pipeline:
             on_dropped=self._dropped,
             on_fatal=self._fail,
         )
-        self._report = Reporter(self.state, cluster, sink)
+        self._report = Reporter(self.state, cluster, sink, own_status)
         self._background: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -188,7 +191,8 @@ class Pipeline:
                 self._end(group, "stale")
         manifest = await self._sync.publish(result.version)
         self._spawn(self._land(manifest, groups, result, summary))
-        if result.step % self._plan.checkpoint_every == 0 and result.step < self._plan.steps:
+        every = self._plan.checkpoint_every
+        if every and result.step % every == 0 and result.step < self._plan.steps:
             await self._save()
 
     async def _step(self, groups: Sequence[ReadyGroup]) -> StepResult:
@@ -217,6 +221,14 @@ class Pipeline:
     async def _save(self) -> None:
         self._sink.emit("phase", {"text": f"saving the checkpoint of step {self.state.step}"})
         await self._store.save(self.state, self._trainer, self._journal)
+
+    def books(self) -> dict[str, Any]:
+        """Attempts and tokens by state, as they stand."""
+        return self._report.ledger()
+
+    async def closing(self) -> dict[str, Any]:
+        """Both ledgers as they stand, for the closing summary."""
+        return {"roles": [asdict(role) for role in await self._report.statuses()], **self.books()}
 
     async def _finish(self) -> None:
         """Let landings end, settle what is unfinished, save."""

@@ -27,6 +27,7 @@ class RunPlan:
     seed: int = 0
     interrupt: InterruptMode = "never"
     checkpoint_every: int = 50
+    """0: only at the start and at the end."""
     keep_checkpoints: int = 2
     attempt_s: float = 600.0
     """Deadline of one attempt; a group that misses it is dropped as failed."""

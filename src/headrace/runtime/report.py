@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,17 +13,21 @@ from headrace.types import RoleStatus, StepResult
 
 
 class Reporter:
-    def __init__(self, state: RunState, cluster: Cluster, sink: Sink) -> None:
+    def __init__(
+        self, state: RunState, cluster: Cluster, sink: Sink, own_status: Callable[[], RoleStatus] | None
+    ) -> None:
         self._state = state
         self._cluster = cluster
         self._sink = sink
+        self._own_status = own_status
         self._clock = asyncio.get_running_loop().time
         self._since = self._clock()
         self._trained_tokens = 0
 
     async def statuses(self) -> list[RoleStatus]:
-        roles = [*self._cluster.engines, self._cluster.trainer]
-        return list(await asyncio.gather(*(role.status() for role in roles)))
+        calls = [engine.status() for engine in self._cluster.engines]
+        statuses = await asyncio.gather(*calls, self._cluster.trainer.status())
+        return [*statuses, self._own_status()] if self._own_status is not None else list(statuses)
 
     def start(self) -> None:
         """Speed is counted from here."""
@@ -33,7 +37,7 @@ class Reporter:
         self._trained_tokens += result.num_loss_tokens
         roles = await self.statuses()
         elapsed = max(self._clock() - self._since, 1e-9)
-        device_s = elapsed * len(roles)
+        device_s = elapsed * (len(self._cluster.engines) + 1)
         self._sink.emit(
             "step",
             {

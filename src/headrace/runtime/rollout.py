@@ -48,6 +48,7 @@ class RolloutClient:
         self._seed = seed
         self._stopping = stopping
         self._next_turn = 0
+        self.seed = turn_seed(seed, live.group, attempt, -1)
 
     async def sample(self, prompt_ids: np.ndarray, sampling: Sampling) -> Turn:
         number, self._next_turn = self._next_turn, self._next_turn + 1

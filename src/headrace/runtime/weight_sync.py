@@ -81,9 +81,7 @@ class WeightSync:
             await asyncio.gather(*(e.cancel_update() for e in self._engines), return_exceptions=True)
             raise
 
-    async def _each(
-        self, what: str, call: Callable[[Engine], Awaitable[T]], deadline_s: float
-    ) -> list[T]:
+    async def _each(self, what: str, call: Callable[[Engine], Awaitable[T]], deadline_s: float) -> list[T]:
         return await asyncio.gather(
             *(self._within(f"{what} on {e.name}", call(e), deadline_s) for e in self._engines)
         )

@@ -13,9 +13,7 @@ def test_waits_until_a_batch_is_complete():
 
 
 def test_takes_the_oldest_and_orders_by_group():
-    decision = decide(
-        {5: 3, 4: 2, 9: 2, 7: 3}, {}, version=3, groups_per_step=3, max_lag=4, policy="pace"
-    )
+    decision = decide({5: 3, 4: 2, 9: 2, 7: 3}, {}, version=3, groups_per_step=3, max_lag=4, policy="pace")
     assert decision.take == (4, 5, 9)
 
 
@@ -30,9 +28,7 @@ def test_pace_sees_further_than_the_next_step():
     # Four unfinished groups of version 0 need two steps, started from versions 1 and 2; training the
     # two fresh ones first would leave only one step for them.
     buffered, unfinished = {6: 1, 7: 1}, {2: 0, 3: 0, 4: 0, 5: 0}
-    decision = decide(
-        buffered, unfinished, version=1, groups_per_step=2, max_lag=2, policy="pace"
-    )
+    decision = decide(buffered, unfinished, version=1, groups_per_step=2, max_lag=2, policy="pace")
     assert decision.take is None
     assert "group 2" in decision.waits_for
 

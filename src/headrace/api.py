@@ -1,0 +1,229 @@
+"""The ways in from Python: ``train``, ``evaluate`` and ``warm_start``.
+
+In: a model, tasks, a reward. Out: a ``RunResult`` that names the run directory. Everything else is
+settings with defaults. A run started here and one started by the command line are the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace import build, evaluation
+from headrace.config import Settings, from_dict
+from headrace.errors import ConfigError
+from headrace.launch.controller_loop import ControllerLoop
+from headrace.observe.console import ConsoleSink
+from headrace.observe.events import Fanout
+from headrace.observe.jsonl import JsonlSink
+from headrace.observe.summary import Summary, summarise
+from headrace.protocols import Sink
+from headrace.run_directory import RunDirectory, latest_checkpoint
+from headrace.runtime.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a run left behind."""
+
+    run_dir: Path
+    num_steps: int
+    interrupted: bool
+    """True: stopped by Ctrl-C; ``resume`` goes on."""
+    rewards: tuple[float, ...]
+    """Mean reward of every step taken by this call."""
+    summary: Summary
+
+    @property
+    def model_dir(self) -> Path:
+        """The newest checkpoint, loadable with ``from_pretrained``."""
+        found = latest_checkpoint(self.run_dir)
+        assert found is not None, "a run writes a checkpoint before anything else"
+        return found
+
+
+def train(
+    *,
+    model: str | Path | None = None,
+    tasks: Any = None,
+    reward: build.Reward | Sequence[build.Reward] | None = None,
+    settings: Settings | Mapping[str, Any] | None = None,
+    resume: str | Path | None = None,
+) -> RunResult:
+    """Train ``model`` on ``tasks`` so that ``reward`` rises.
+
+    ``tasks``: dicts with a ``prompt``, (prompt, answer) pairs, or a dataset. ``reward``: one function in
+    TRL's signature or several, each a callable or ``module:function``. ``settings``: a mapping such as
+    ``{"run.steps": 200}``. What is not given here is read from ``settings``. ``resume`` is the directory
+    of a run to go on with, under the settings it was started with unless some are given.
+    """
+    if resume is not None and settings is None and model is None:
+        directory, chosen = RunDirectory.reopen(Path(resume), None)
+    else:
+        chosen = _settings(settings, model)
+        if resume is not None:
+            directory, chosen = RunDirectory.reopen(Path(resume), chosen)
+        else:
+            # Everything that can be checked is checked before a directory is made.
+            build.model_directory(chosen)
+            build.task_source(chosen, tasks)
+            _rewards(reward, chosen)
+            directory = RunDirectory.create(chosen)
+    rewards = _rewards(reward, chosen)
+    try:
+        with asyncio.Runner(loop_factory=ControllerLoop) as runner:
+            return runner.run(_train(chosen, tasks, rewards, directory))
+    finally:
+        directory.close()
+
+
+def evaluate(
+    *,
+    model: str | Path | None = None,
+    tasks: Any = None,
+    reward: build.Reward | Sequence[build.Reward] | None = None,
+    settings: Settings | Mapping[str, Any] | None = None,
+    num_tasks: int = 256,
+    num_samples: int = 1,
+) -> evaluation.Evaluation:
+    """How well ``model`` does on its first ``num_tasks`` tasks, ``num_samples`` attempts each."""
+    chosen = _settings(settings, model, training=False)
+    rewards = _rewards(reward, chosen)
+    return asyncio.run(evaluation.run(chosen, tasks, rewards, num_tasks=num_tasks, num_samples=num_samples))
+
+
+def warm_start(
+    *,
+    model: str | Path,
+    examples: Any,
+    output: str | Path,
+    steps: int,
+    batch_size: int = 64,
+    learning_rate: float = 1e-3,
+    answer_column: str = "answer",
+    seed: int = 0,
+) -> list[float]:
+    """Supervised steps on example answers, before reinforcement. Writes the model to ``output`` and returns
+    the loss of every step. ``examples``: what ``train`` takes as tasks, with the answers in a column."""
+    from headrace.models.loading import load_model
+    from headrace.trainers.checkpoint import copy_tokenizer
+    from headrace.trainers.warm_start import warm_start as run_steps
+
+    build.quieten()
+    chosen = _settings({"run": {"seed": seed}, "tasks": {"shuffle": False}}, model)
+    directory = build.model_directory(chosen)
+    source = build.task_source(chosen, examples)
+    renderer = build.Renderer.from_directory(directory)
+    pairs = build.answer_pairs(renderer, [source.task(i) for i in range(len(source))], answer_column)
+    trained = load_model(directory, device=build.device(chosen.model.device))
+    losses = run_steps(
+        trained, pairs, steps=steps, batch_size=batch_size, learning_rate=learning_rate, seed=seed
+    )
+    trained.save_pretrained(str(output))
+    copy_tokenizer(directory, Path(output))
+    return losses
+
+
+def _settings(
+    given: Settings | Mapping[str, Any] | None, model: str | Path | None, *, training: bool = True
+) -> Settings:
+    values = given.model_dump(mode="json", exclude_none=True) if isinstance(given, Settings) else given or {}
+    named = {} if model is None else {"model.path": str(model)}
+    return from_dict({**values, **named}, training=training)
+
+
+def _rewards(given: Any, settings: Settings) -> list[build.Reward]:
+    rewards = list(settings.reward.functions) if given is None else given
+    if isinstance(rewards, str) or callable(rewards):
+        rewards = [rewards]
+    if not rewards:
+        raise ConfigError("reward.functions is not set: name at least one reward function")
+    weights = settings.reward.weights
+    if weights is not None and len(weights) != len(rewards):
+        raise ConfigError(f"reward.weights has {len(weights)} entries for {len(rewards)} reward functions")
+    return list(rewards)
+
+
+async def _train(
+    settings: Settings, tasks: Any, rewards: Sequence[build.Reward], directory: RunDirectory
+) -> RunResult:
+    console = ConsoleSink(settings.run.console)
+    sink = Fanout([JsonlSink(directory.events), console])
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, ControllerLoop)
+    fresh = directory.latest_checkpoint() is None
+    try:
+        sink.emit("phase", {"text": _starting(settings, fresh)})
+        renderer = build.Renderer.from_directory(build.model_directory(settings))
+        source = build.task_source(settings, tasks)
+        cluster = await build.cluster(settings, rewards, run_dir=directory.path, fresh=fresh)
+        try:
+            scorer = build.scorer(settings, rewards, cluster.scorers)
+            pipeline = Pipeline(
+                build.plan(settings),
+                cluster=cluster,
+                environment=build.environment(settings, renderer),
+                scorer=scorer,
+                tasks=source,
+                run_dir=directory.path,
+                sink=sink,
+                own_status=loop.status,
+            )
+            start = {"steps": settings.run.steps, "run_dir": str(directory.path)}
+            sink.emit("run.start", {**start, **pipeline.books()})
+            with _stop_on_signal(pipeline, sink):
+                state = await pipeline.run()
+            sink.emit("run.end", await pipeline.closing())
+        finally:
+            await cluster.close()
+    finally:
+        sink.close()
+    summary = summarise(console.progress)
+    (directory.path / "summary.json").write_text(json.dumps(summary.as_dict(), indent=2, default=str))
+    return RunResult(
+        run_dir=directory.path,
+        num_steps=state.step,
+        interrupted=state.step < settings.run.steps,
+        rewards=tuple(console.progress.rewards),
+        summary=summary,
+    )
+
+
+def _starting(settings: Settings, fresh: bool) -> str:
+    warm = settings.warm_start
+    text = f"starting {settings.engine.count} engine(s) and the trainer"
+    if fresh and warm.examples is not None and warm.steps:
+        text += f", warm start of {warm.steps} supervised steps"
+    return text
+
+
+@contextmanager
+def _stop_on_signal(pipeline: Pipeline, sink: Sink) -> Iterator[None]:
+    """Ctrl-C and SIGTERM ask for an orderly stop; a second one ends at once."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def stop(number: int, _frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        text = f"{signal.Signals(number).name}: saving a checkpoint (again to end at once)"
+        loop.call_soon_threadsafe(sink.emit, "phase", {"text": text})
+        loop.call_soon_threadsafe(pipeline.request_stop)
+
+    if threading.current_thread() is not threading.main_thread():
+        # Signals are the main thread's to handle.
+        yield
+        return
+    before = [signal.signal(number, stop) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)

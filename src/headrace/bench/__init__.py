@@ -1,0 +1,1 @@
+"""Measurements that print the figures claimed in the documentation."""

@@ -1,0 +1,326 @@
+"""Settings -> concrete objects: the one place that knows every class.
+
+Heavy imports (torch, transformers) happen inside the functions that need them, because the controller
+of a ``local`` run must start without them. ``engine_role`` and ``trainer_role`` are also what a child
+process calls to build itself, so a role is made by the same code wherever it runs; their argument
+is a plain mapping, since it crossed a process boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Settings, from_dict
+from headrace.data import tasks as task_sources
+from headrace.data.rendering import Renderer
+from headrace.envs.single_turn import SingleTurn
+from headrace.errors import ConfigError, ModelError, TaskError
+from headrace.launch.inline import InlineCluster
+from headrace.launch.local import LocalCluster, LocalLauncher, RoleSpec
+from headrace.protocols import Engine, Scorer, TaskSource, Trainer
+from headrace.runtime.plan import RunPlan
+from headrace.scoring.functions import FunctionScorer
+from headrace.scoring.merged import MergedScorer
+from headrace.scoring.process import build_scorer
+from headrace.scoring.resolve import function_name, resolve
+from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
+from headrace.types import Sampling
+from headrace.weights.segment_directory import create_segment_directory
+from headrace.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+
+Reward = str | Callable[..., Any]
+
+
+def plan(settings: Settings) -> RunPlan:
+    run, rollout, algo = settings.run, settings.rollout, settings.algo
+    return RunPlan(
+        steps=run.steps,
+        group_size=rollout.group_size,
+        groups_per_step=rollout.groups_per_step,
+        max_lag=rollout.max_lag,
+        staleness=rollout.staleness,
+        advantage=algo.advantage,
+        reward_weights=settings.reward.weights,
+        drop_zero_variance=rollout.drop_zero_variance,
+        overlong_buffer_tokens=algo.overlong_buffer,
+        overlong_factor=algo.overlong_factor,
+        max_tokens=rollout.max_tokens,
+        seed=run.seed,
+        interrupt=settings.weights.mode,
+        checkpoint_every=run.checkpoint_every,
+        keep_checkpoints=run.keep_checkpoints,
+        attempt_s=rollout.attempt_s,
+        sync_s=settings.weights.deadline_s,
+        stall_s=run.stall_s,
+        error_budget=settings.reward.error_budget,
+    )
+
+
+def model_directory(settings: Settings) -> Path:
+    """Where the model lies; a hub name is fetched once."""
+    path = settings.model.path
+    if path is None:
+        raise ConfigError("model.path is not set: give a directory in Hugging Face format or a hub name")
+    if Path(path).is_dir():
+        return Path(path)
+    if Path(path).is_absolute() or path.startswith("."):
+        raise ModelError(f"model.path: {path} does not exist; check the path")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path))
+    except Exception as e:
+        reason = str(e).strip().partition("\n")[0]
+        raise ModelError(
+            f"model.path: {path} is neither a directory nor a model that can be fetched ({reason})"
+        ) from e
+
+
+def sampling(settings: Settings, renderer: Renderer) -> Sampling:
+    r = settings.rollout
+    return Sampling(
+        max_tokens=r.max_tokens,
+        temperature=r.temperature,
+        top_k=r.top_k,
+        top_p=r.top_p,
+        min_p=r.min_p,
+        stop_ids=(*renderer.stop_ids, *renderer.single_token_ids(r.stop)),
+    )
+
+
+def environment(settings: Settings, renderer: Renderer) -> SingleTurn:
+    return SingleTurn(renderer, sampling(settings, renderer))
+
+
+def task_source(settings: Settings, given: Any = None) -> TaskSource:
+    """From a Python value (a list, a dataset, a source) or from ``tasks.source``."""
+    t = settings.tasks
+    shared: dict[str, Any] = {
+        "prompt_column": t.prompt_column,
+        "limit": t.limit,
+        "shuffle": t.shuffle,
+        "seed": settings.run.seed,
+        "system_prompt": t.system_prompt,
+    }
+    if given is not None:
+        return _given_source(given, shared)
+    if t.source is None:
+        raise ConfigError("tasks.source is not set: name a .jsonl file, hf:NAME, gym:NAME or module:function")
+    if t.source.startswith("hf:"):
+        return task_sources.from_hf(t.source[3:], split=t.split, **shared)
+    if t.source.startswith("gym:"):
+        del shared["prompt_column"]
+        return task_sources.from_reasoning_gym(t.source[4:], options=t.options, **shared)
+    if t.source.endswith((".jsonl", ".json")):
+        return task_sources.from_jsonl(t.source, **shared)
+    if ":" in t.source:
+        rows = resolve(t.source, what="tasks.source")(**t.options)
+        return task_sources.from_list(rows, name=function_name(t.source), **shared)
+    raise ConfigError(
+        f"tasks.source: {t.source!r} is not understood; "
+        "name a .jsonl file, hf:NAME, gym:NAME or module:function"
+    )
+
+
+def _given_source(given: Any, shared: Mapping[str, Any]) -> TaskSource:
+    if isinstance(given, task_sources.TaskStream):
+        return given
+    if type(given).__module__.partition(".")[0] == "datasets":
+        return task_sources.from_hf(given, **shared)
+    if isinstance(given, str):
+        raise TaskError(f"tasks: give rows, not the text {given!r}; a file or dataset name is tasks.source")
+    return task_sources.from_list(given, **shared)
+
+
+def reward_names(rewards: Sequence[Reward]) -> list[str]:
+    names = [
+        function_name(r) if isinstance(r, str) else getattr(r, "__name__", type(r).__name__) for r in rewards
+    ]
+    doubled = {name for name in names if names.count(name) > 1}
+    return [f"{name}-{i}" if name in doubled else name for i, name in enumerate(names)]
+
+
+def scorer(settings: Settings, rewards: Sequence[Reward], remote: Sequence[Scorer]) -> Scorer:
+    """``remote`` scores the rewards given as text; functions run on threads of this process."""
+    r = settings.reward
+    names = reward_names(rewards)
+    here = {n: f for n, f in zip(names, rewards, strict=True) if not isinstance(f, str)}
+    parts = list(remote)
+    if here:
+        parts.append(FunctionScorer(here, timeout_s=r.timeout_s, retries=r.retries, workers=r.workers))
+    return parts[0] if len(parts) == 1 else MergedScorer(parts, names)
+
+
+def scorer_settings(settings: Settings, rewards: Sequence[Reward]) -> dict[str, Any] | None:
+    """What a scorer process is told; None: no reward is given as text."""
+    r = settings.reward
+    named = {n: f for n, f in zip(reward_names(rewards), rewards, strict=True) if isinstance(f, str)}
+    if not named:
+        return None
+    return {"functions": named, "timeout_s": r.timeout_s, "retries": r.retries, "workers": r.workers}
+
+
+def device(name: str) -> str:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device: cuda was asked for but torch sees no GPU; set model.device to cpu")
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def engine_role(told: Mapping[str, Any]) -> Engine:
+    """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update."""
+    quieten()
+    from headrace.engines.driver import EngineDriver
+    from headrace.engines.torch_engine import TorchEngine
+    from headrace.models.loading import load_model
+
+    ledger = TimeLedger(ENGINE_ACTIVITIES)
+    settings = from_dict(told["settings"], training=False)
+    model = load_model(told["model"], dtype=settings.model.dtype, device=device(settings.model.device))
+    e = settings.engine
+    core = TorchEngine(
+        model,
+        ledger=ledger,
+        version=told["version"],
+        max_running=e.max_running,
+        block_size=e.block_size,
+        kv_tokens=e.kv_tokens,
+        prefill_tokens=e.prefill_tokens,
+    )
+    return EngineDriver(
+        core, name=told.get("name", "engine-0"), receiver=SharedMemoryReceiver(), ledger=ledger
+    )
+
+
+def trainer_role(told: Mapping[str, Any]) -> Trainer:
+    """A trainer with the model's own weights, or warm-started ones where the run begins."""
+    quieten()
+    from headrace.models.loading import load_model
+    from headrace.trainers.driver import TrainerDriver
+    from headrace.trainers.torch_trainer import TorchTrainer
+
+    ledger = TimeLedger(TRAINER_ACTIVITIES)
+    settings = from_dict(told["settings"])
+    model = load_model(told["model"], device=device(settings.model.device))
+    if settings.warm_start.examples is not None and told["fresh"]:
+        _warm_start(model, settings, Path(told["model"]))
+    t, a = settings.trainer, settings.algo
+    core = TorchTrainer(
+        model,
+        sender=SharedMemorySender(Path(told["segments"])),
+        ledger=ledger,
+        tokenizer_dir=Path(told["model"]),
+        loss=a.loss,
+        aggregation=a.aggregation,
+        max_tokens=settings.rollout.max_tokens,
+        clip_low=a.clip_low,
+        clip_high=a.clip_high,
+        correction=a.correction,
+        tis_cap=a.tis_cap,
+        kl=a.kl,
+        kl_coef=a.kl_coef,
+        learning_rate=t.learning_rate,
+        betas=t.betas,
+        weight_decay=t.weight_decay,
+        grad_clip=t.grad_clip,
+        warmup_steps=t.warmup_steps,
+        schedule=t.schedule,
+        total_steps=settings.run.steps,
+        row_tokens=t.row_tokens,
+        minibatches=t.minibatches,
+        on_nonfinite=t.on_nonfinite,
+        compute_dtype="bf16" if settings.model.dtype == "bfloat16" else "fp32",
+    )
+    return TrainerDriver(core, threaded=told["threaded"])
+
+
+def quieten() -> None:
+    """Loading bars of every role would run through each other on the terminal."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _warm_start(model: Any, settings: Settings, directory: Path) -> None:
+    from headrace.trainers.warm_start import warm_start
+
+    w = settings.warm_start
+    assert w.examples is not None
+    renderer = Renderer.from_directory(directory)
+    source = task_sources.from_jsonl(
+        w.examples,
+        prompt_column=settings.tasks.prompt_column,
+        system_prompt=settings.tasks.system_prompt,
+        shuffle=False,
+    )
+    examples = [source.task(i) for i in range(len(source))]
+    warm_start(
+        model,
+        answer_pairs(renderer, examples, w.answer_column),
+        steps=w.steps,
+        batch_size=w.batch_size,
+        learning_rate=w.learning_rate,
+        seed=settings.run.seed,
+    )
+
+
+def answer_pairs(renderer: Renderer, examples: Sequence[Any], column: str) -> list[tuple[Any, Any]]:
+    """(prompt ids, answer ids with the end token) of example tasks."""
+    import numpy as np
+
+    pairs = []
+    for task in examples:
+        if column not in task.columns:
+            raise TaskError(
+                f"warm_start.answer_column: task {task.id} has no column {column!r} "
+                f"(it has: {', '.join(task.columns) or 'none'})"
+            )
+        answer = renderer.encode(str(task.columns[column]))
+        pairs.append((renderer.prompt_ids(task), np.append(answer, renderer.stop_ids[0]).astype(np.int32)))
+    return pairs
+
+
+async def cluster(
+    settings: Settings, rewards: Sequence[Reward], *, run_dir: Path, fresh: bool
+) -> LocalCluster | InlineCluster:
+    """Engines, trainer and scorer, started as the launcher setting says."""
+    directory = create_segment_directory()
+    told: dict[str, Any] = {
+        "settings": settings.model_dump(mode="json", exclude_none=True),
+        "model": str(model_directory(settings)),
+        "segments": str(directory / "weights"),
+        "fresh": fresh,
+    }
+    engines = [{**told, "name": f"engine-{i}", "version": -1} for i in range(settings.engine.count)]
+    scoring = scorer_settings(settings, rewards)
+    if settings.run.launcher == "inline":
+        return InlineCluster(
+            [engine_role(e) for e in engines],
+            trainer_role({**told, "threaded": False}),
+            [build_scorer(scoring)] if scoring else [],
+            directory=directory,
+        )
+    roles = [
+        RoleSpec(name=e["name"], kind="engine", factory="headrace.build:engine_role", settings=e)
+        for e in engines
+    ]
+    roles.append(
+        RoleSpec(
+            name="trainer",
+            kind="trainer",
+            factory="headrace.build:trainer_role",
+            settings={**told, "threaded": True},
+        )
+    )
+    if scoring:
+        factory = "headrace.scoring.process:build_scorer"
+        roles.append(RoleSpec(name="scorer", kind="scorer", factory=factory, settings=scoring))
+    launcher = LocalLauncher(
+        roles, log_dir=run_dir / "logs", start_deadline_s=settings.run.stall_s, directory=directory
+    )
+    return await launcher.spawn()

@@ -1,0 +1,206 @@
+"""The command line: ``headrace train | demo | eval | doctor | bench``.
+
+Every command that prints figures takes ``--json FILE``. A mistake is one sentence on standard error and
+an exit code that is not zero; ``--traceback`` shows where it came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import traceback
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from headrace import __version__
+from headrace.config import Settings, load
+from headrace.errors import ConfigError, HeadraceError
+
+app = typer.Typer(
+    help="Reinforcement learning for language models that keeps every GPU fed with tokens.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure Headrace on this machine, side by side with a peer.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+RunFile = Annotated[Path | None, typer.Argument(help="a TOML file; docs/settings.md lists every setting")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.field=value, may be repeated")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="show the traceback of an error")]
+
+
+@app.command()
+def train(
+    run_file: RunFile = None,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(help="directory of a run to go on with")] = None,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Train a model."""
+    from headrace import api
+
+    if resume is not None and run_file is None:
+        settings = load(resume / "settings.toml", overrides or ()) if overrides else None
+    else:
+        settings = load(run_file, overrides or ())
+    result = api.train(settings=settings, resume=resume)
+    write_json(json_file, result.summary.as_dict())
+    if result.interrupted:
+        Console(stderr=True).print(f"stopped; go on with: headrace train --resume {result.run_dir}")
+        raise typer.Exit(130)
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(help="seed of the model, the tasks and the sampling")] = 0,
+    overrides: Overrides = None,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Watch a tiny model learn to spell words backwards; nothing is downloaded."""
+    from headrace import demo as program
+
+    result = program.run(seed=seed, overrides=overrides or ())
+    write_json(json_file, {**result.summary.as_dict(), "rewards": result.rewards})
+
+
+@app.command("eval")
+def evaluate(
+    run_file: RunFile = None,
+    overrides: Overrides = None,
+    num_tasks: Annotated[int, typer.Option("--tasks", min=1, help="how many tasks")] = 256,
+    num_samples: Annotated[int, typer.Option("--samples", min=1, help="attempts at each")] = 1,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Score a model on its tasks without training it."""
+    from headrace import evaluation as program
+
+    settings = load(run_file, overrides or (), training=False)
+    rewards = _needed_rewards(settings)
+    work = program.run(settings, None, rewards, num_tasks=num_tasks, num_samples=num_samples)
+    evaluation = asyncio.run(work)
+    console = Console()
+    console.print(
+        f"return {evaluation.mean_return:.4f} over {evaluation.num_tasks} tasks x {num_samples}, "
+        f"{evaluation.mean_tokens:.1f} tokens each, {evaluation.share_cut:.1%} cut at rollout.max_tokens"
+    )
+    for name, value in evaluation.rewards.items():
+        console.print(f"  {name:<24} {value:.4f}")
+    write_json(json_file, evaluation)
+
+
+@app.command()
+def doctor(
+    run_file: RunFile = None,
+    overrides: Overrides = None,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Check this machine and, with a run file, its model, tasks and reward; says what to fix."""
+    from headrace import doctor as program
+
+    settings = load(run_file, overrides or ()) if run_file or overrides else None
+    findings = program.examine(settings)
+    program.show(findings, Console())
+    write_json(json_file, [asdict(finding) for finding in findings])
+    if any(finding.verdict == "fail" for finding in findings):
+        raise typer.Exit(1)
+
+
+@bench.command("engine")
+def bench_engine(
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    seed: int = 0,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Generation against ``model.generate``, one thread, 64 sequences at a time on both sides."""
+    from headrace.bench import engine
+
+    figures = engine.run(repeats=repeats, seed=seed)
+    Console().print(engine.table(figures))
+    write_json(json_file, figures)
+
+
+@bench.command("overlap")
+def bench_overlap(
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    seed: int = 0,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Asynchronous against synchronous training on the same two cores."""
+    from headrace.bench import overlap
+
+    figures = overlap.run(repeats=repeats, seed=seed, on_run=lambda text: Console(stderr=True).print(text))
+    Console().print(overlap.table(figures))
+    write_json(json_file, figures)
+
+
+@bench.command("trl")
+def bench_trl(
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    seed: int = 0,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """The whole loop against TRL's GRPOTrainer (needs the extra ``bench``)."""
+    from headrace.bench import against_trl
+
+    figures = against_trl.run(
+        repeats=repeats, seed=seed, on_run=lambda text: Console(stderr=True).print(text)
+    )
+    Console().print(against_trl.table(figures))
+    write_json(json_file, figures)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    if path is None:
+        return
+    value = asdict(figures) if is_dataclass(figures) and not isinstance(figures, type) else figures
+    try:
+        path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"--json: {path} cannot be written ({e.strerror}); choose another file") from e
+
+
+def _needed_rewards(settings: Settings) -> list[Any]:
+    from headrace.config import require
+
+    require(settings, "reward.functions")
+    return list(settings.reward.functions)
+
+
+def main() -> None:
+    # A user's modules beside the run file are importable, as they are for `python script.py`.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        app()
+    except HeadraceError as error:
+        if "--traceback" in sys.argv:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("ended at once; nothing since the last checkpoint is lost: resume the run", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

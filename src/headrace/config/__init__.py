@@ -1,0 +1,42 @@
+"""Typed, validated settings: TOML files, dotted overrides, and errors that say what to do.
+
+``settings`` holds the fields, ``checks`` the impossible combinations, ``loading`` the ways in, ``toml``
+the way out, ``resume`` what a resumed run must share, ``names`` and ``reference`` serve errors and docs.
+"""
+
+from headrace.config.loading import from_dict, load, require
+from headrace.config.resume import changed_fields, fingerprint
+from headrace.config.settings import (
+    AlgoSettings,
+    EngineSettings,
+    ModelSettings,
+    RewardSettings,
+    RolloutSettings,
+    RunSettings,
+    Settings,
+    TaskSettings,
+    TrainerSettings,
+    WarmStartSettings,
+    WeightSettings,
+)
+from headrace.config.toml import to_toml
+
+__all__ = [
+    "AlgoSettings",
+    "EngineSettings",
+    "ModelSettings",
+    "RewardSettings",
+    "RolloutSettings",
+    "RunSettings",
+    "Settings",
+    "TaskSettings",
+    "TrainerSettings",
+    "WarmStartSettings",
+    "WeightSettings",
+    "changed_fields",
+    "fingerprint",
+    "from_dict",
+    "load",
+    "require",
+    "to_toml",
+]

@@ -1,0 +1,60 @@
+"""Which settings a resumed run must share with the run it continues.
+
+A setting may change if the recorded attempts, the optimizer state and the task cursor mean the same
+under the new value: how long the run goes on, deadlines, checkpoints, and where and on how much
+hardware it runs. Everything else is part of the run's identity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from headrace.config.names import FIELDS
+from headrace.config.settings import Settings
+
+MAY_CHANGE = frozenset(
+    {
+        "run.dir",
+        "run.name",
+        "run.steps",
+        "run.launcher",
+        "run.checkpoint_every",
+        "run.keep_checkpoints",
+        "run.console",
+        "run.stall_s",
+        "model.device",
+        "rollout.attempt_s",
+        "reward.timeout_s",
+        "reward.retries",
+        "reward.error_budget",
+        "reward.workers",
+        "trainer.on_nonfinite",
+        "engine.count",
+        "engine.max_running",
+        "engine.block_size",
+        "engine.kv_tokens",
+        "engine.prefill_tokens",
+        "weights.mode",
+        "weights.deadline_s",
+    }
+)
+"""Settings a resumed run may have changed."""
+
+
+def fingerprint(settings: Settings) -> str:
+    """Equal exactly when one run's checkpoint can be resumed under the other's settings."""
+    return hashlib.sha256(json.dumps(_identity(settings), sort_keys=True).encode()).hexdigest()
+
+
+def changed_fields(before: Settings, after: Settings) -> tuple[str, ...]:
+    """The dotted names that differ and must not; empty when ``after`` may resume ``before``."""
+    old, new = _identity(before), _identity(after)
+    return tuple(name for name in old if old[name] != new[name])
+
+
+def _identity(settings: Settings) -> dict[str, Any]:
+    values = settings.model_dump()
+    pairs = (name.split(".") for name in FIELDS if name not in MAY_CHANGE)
+    return {f"{section}.{name}": values[section][name] for section, name in pairs}

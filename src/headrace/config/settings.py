@@ -1,0 +1,279 @@
+"""Every setting of a run: its name, type, default and meaning.
+
+In: values by section, from a file, the command line or Python. Out: one frozen ``Settings``. What the
+types cannot say (combinations that cannot work) is in ``checks`` and runs on every construction, so a
+``Settings`` that exists is one that can be built. The string under a field is its documentation;
+``docs/settings.md`` is generated from it. ``None`` always means "not set".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    model_validator,
+)
+
+from headrace.config.checks import check
+from headrace.types import InterruptMode
+
+
+def _as_tuple(value: Any) -> Any:
+    """Files and people write lists, and a single text where a list of one is meant."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _without_none(options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """A settings file has no way to write None, so a table may not hold one."""
+    pending: list[JsonValue] = [options]
+    while pending:
+        value = pending.pop()
+        if value is None:
+            raise ValueError("None cannot be written to a settings file")
+        if isinstance(value, dict):
+            pending.extend(value.values())
+        elif isinstance(value, list):
+            pending.extend(value)
+    return options
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Pair = Annotated[tuple[Share, Share], BeforeValidator(_as_tuple)]
+Options = Annotated[dict[str, JsonValue], AfterValidator(_without_none)]
+
+
+class Section(BaseModel):
+    """Settings that belong together; frozen, strictly typed, unknown names refused."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class RunSettings(Section):
+    """The run itself: where it is recorded, how long it goes on, what starts its workers."""
+
+    dir: str = "runs"
+    """Directory that holds one directory per run."""
+    name: str | None = None
+    """Name of the run's directory; not set: the time the run started."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of everything random: task order, sampling noise, warm start."""
+    steps: int = Field(100, ge=1)
+    """Optimizer steps at which the run is complete."""
+    launcher: Literal["local", "inline"] = "local"
+    """`local` runs controller, engines and trainer as processes on this machine; `inline` runs all of them
+    in one process, in a fixed order."""
+    checkpoint_every: int = Field(50, ge=0)
+    """Steps between checkpoints; 0 writes one only at the end. Ctrl-C always writes one."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints to keep; older ones are deleted."""
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    """`live` redraws one view, `plain` prints one line per step; `auto` is live on a terminal."""
+    stall_s: float = Field(600.0, gt=0)
+    """Seconds any worker may go without progress before the run stops and says what it waited for."""
+
+
+class ModelSettings(Section):
+    """The policy to train."""
+
+    path: str | None = None
+    """A directory in Hugging Face format or a hub name. Needed by every run."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type engine and trainer compute in; the trainer's own weights stay float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU where there is one."""
+
+
+class TaskSettings(Section):
+    """What the policy attempts."""
+
+    source: str | None = None
+    """A `.jsonl` file, `hf:NAME` (Hugging Face dataset), `gym:NAME` (reasoning-gym generator) or
+    `module:function` (returns a list of rows)."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+    prompt_column: str = "prompt"
+    """Column with the prompt, text or chat messages; all other columns reach the reward functions."""
+    limit: int | None = Field(None, ge=1)
+    """Use only the first so many tasks; not set: all."""
+    shuffle: bool = True
+    """Reorder the tasks on every pass, by `run.seed`."""
+    system_prompt: str | None = None
+    """System message put before every prompt; not set: none."""
+    options: Options = Field(default_factory=dict)
+    """Arguments of the source: the generator's for `gym:`, the function's for `module:function`."""
+
+
+class RolloutSettings(Section):
+    """Generation: how many attempts, how they are sampled, how far the policy may run ahead of them."""
+
+    group_size: int = Field(8, ge=1)
+    """Attempts at each task; they are compared with each other."""
+    groups_per_step: int = Field(8, ge=1)
+    """Groups that make one optimizer step's batch."""
+    max_tokens: int = Field(256, ge=1)
+    """Most tokens of one completion."""
+    temperature: float = Field(1.0, ge=0)
+    """Divides the logits before sampling; the trainer computes logprobs at the same temperature."""
+    top_k: int = Field(0, ge=0)
+    """Sample among the so many likeliest tokens; 0 keeps all. Refused in training."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample among the likeliest tokens that hold this probability; 1 keeps all. Refused in training."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample among tokens with this share of the likeliest one's probability; 0 keeps all. Refused in
+    training."""
+    stop: Texts = ()
+    """Tokens that end a completion besides the model's own end of text; each must be one token."""
+    max_lag: int = Field(1, ge=0)
+    """Most optimizer steps between a group's oldest token and the step that trains it; 0 is synchronous."""
+    staleness: Literal["pace", "drop"] = "pace"
+    """At the bound, `pace` makes the trainer wait for the late group; `drop` cancels and replaces it."""
+    drop_zero_variance: bool = False
+    """Replace groups whose attempts all got the same reward: they carry no gradient."""
+    attempt_s: float = Field(600.0, gt=0)
+    """Seconds one attempt may take, its interruptions included, before it is dropped as failed."""
+
+
+class RewardSettings(Section):
+    """What an attempt is worth."""
+
+    functions: Texts = ()
+    """Reward functions as `module:function`, called as TRL calls them."""
+    weights: Numbers | None = None
+    """One factor per function; not set: 1 each."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Seconds one call of a reward function may take."""
+    retries: int = Field(1, ge=0)
+    """Further calls after one that raised, returned NaN or took too long; then the group is dropped."""
+    error_budget: float = Field(0.1, ge=0, le=1)
+    """Share of groups that may be dropped that way before the run stops."""
+    workers: int = Field(4, ge=1)
+    """Calls that may run at the same time."""
+
+
+class AlgoSettings(Section):
+    """From rewards to a loss."""
+
+    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = "grpo"
+    """Baseline and scale: group mean and deviation, group mean only, mean of the others, whole batch."""
+    loss: Literal["ppo", "cispo", "gspo", "decoupled"] = "ppo"
+    """`ppo` with the two clips below is also DAPO's; `decoupled` clips against the policy at the start of
+    the step."""
+    clip_low: float = Field(0.2, ge=0)
+    """Clips the probability ratio at 1 minus this; `gspo` wants about 3e-4."""
+    clip_high: float = Field(0.28, ge=0)
+    """Clips the probability ratio at 1 plus this; `gspo` wants about 4e-4, `cispo` about 5."""
+    aggregation: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """How the losses of a batch's tokens become one number."""
+    correction: Literal["none", "tis"] = "none"
+    """`tis` weights tokens by the truncated ratio between the trainer's policy and the engine's."""
+    tis_cap: float = Field(2.0, gt=0)
+    """Largest weight `tis` gives a token."""
+    kl: Literal["none", "k2", "k3"] = "none"
+    """Estimator of the divergence from the starting model."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of that divergence in the loss."""
+    overlong_buffer: int = Field(0, ge=0)
+    """The last so many tokens before `rollout.max_tokens` cost reward, linearly more; 0 turns it off."""
+    overlong_factor: float = Field(1.0, ge=0)
+    """Reward lost by a completion that fills all of `rollout.max_tokens`."""
+
+
+class TrainerSettings(Section):
+    """From a loss to new weights (AdamW)."""
+
+    learning_rate: float = Field(1e-6, gt=0)
+    """Suits pretrained models of a billion parameters or more; tiny models want 1e-4 to 1e-3."""
+    betas: Pair = (0.9, 0.999)
+    """AdamW's decay of the first and second moment."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest norm of a step's gradient; longer ones are scaled down."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up, down to 0 at `run.steps` unless constant."""
+    row_tokens: int = Field(4096, ge=1)
+    """Tokens packed into one row of a forward pass; a longer sample has a row of its own."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer updates each batch is split into."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do about a loss or gradient that is not finite: stop the run, or skip the update and say so."""
+
+
+class EngineSettings(Section):
+    """The built-in engine."""
+
+    count: int = Field(1, ge=1)
+    """Engines to run."""
+    max_running: int = Field(64, ge=1)
+    """Requests an engine computes at the same time."""
+    block_size: int = Field(16, ge=1)
+    """Tokens in one block of the key-value cache."""
+    kv_tokens: int | None = Field(None, ge=1)
+    """Tokens the key-value cache holds; not set: derived from the model and the memory there is."""
+    prefill_tokens: int = Field(512, ge=1)
+    """Most prompt tokens in one forward pass; longer prompts are computed in chunks."""
+
+
+class WeightSettings(Section):
+    """How new weights reach the engines."""
+
+    mode: InterruptMode = "never"
+    """What running requests do: `never` stop, `drain` (finish first), `abort` (stop and resume on the new
+    weights) or `block` (freeze until applied)."""
+    deadline_s: float = Field(60.0, gt=0)
+    """Seconds an engine may take to apply an update."""
+
+
+class WarmStartSettings(Section):
+    """Supervised steps on example answers before reinforcement begins."""
+
+    examples: str | None = None
+    """A `.jsonl` file with prompts (`tasks.prompt_column`) and answers; not set: no warm start."""
+    answer_column: str = "answer"
+    """Column with the answer to imitate."""
+    steps: int = Field(0, ge=0)
+    """Supervised steps."""
+    batch_size: int = Field(64, ge=1)
+    """Examples in one step."""
+    learning_rate: float = Field(1e-3, gt=0)
+    """Learning rate of the supervised steps."""
+
+
+class Settings(BaseModel):
+    """All settings of a run, by section."""
+
+    # Strict only within the sections: here a plain table has to be accepted as a section.
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    tasks: TaskSettings = TaskSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    reward: RewardSettings = RewardSettings()
+    algo: AlgoSettings = AlgoSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    engine: EngineSettings = EngineSettings()
+    weights: WeightSettings = WeightSettings()
+    warm_start: WarmStartSettings = WarmStartSettings()
+
+    @model_validator(mode="after")
+    def _combinations(self, info: ValidationInfo) -> Settings:
+        check(self, training=(info.context or {}).get("training", True))
+        return self

@@ -1,0 +1,242 @@
+"""Is everything in order? One finding per check, each with what to do about it.
+
+In: nothing (only the machine is examined) or the settings of a run. Out: findings, in the order a run would
+meet the trouble. A check that fails does not stop the others, unless they need what it could not get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from headrace import build
+from headrace.config import Settings
+from headrace.data.packing import pack
+from headrace.data.samples import build_samples
+from headrace.errors import HeadraceError
+from headrace.types import (
+    NO_KV,
+    Completion,
+    Episode,
+    EpisodeGroup,
+    Request,
+    Sample,
+    Sampling,
+    Task,
+    Trajectory,
+    Turn,
+)
+from headrace.weights.segment_directory import segment_root
+
+Verdict = Literal["ok", "warn", "fail"]
+MISMATCH = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Mean difference of engine and trainer log-probabilities above which something is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    check: str
+    verdict: Verdict
+    detail: str
+
+
+def examine(settings: Settings | None) -> list[Finding]:
+    findings = list(_machine())
+    if settings is None:
+        return findings
+    facts: dict[str, Any] = {}
+    for name, check in _RUN_CHECKS:
+        try:
+            findings.extend(check(settings, facts))
+        except HeadraceError as error:
+            findings.append(Finding(check=name, verdict="fail", detail=str(error)))
+            break
+    return findings
+
+
+def show(findings: list[Finding], console: Console) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    for finding in findings:
+        mark = f"[{colours[finding.verdict]}]{finding.verdict}[/]"
+        table.add_row(mark, finding.check, finding.detail)
+    console.print(table)
+    failed = sum(finding.verdict == "fail" for finding in findings)
+    console.print("everything is in order" if not failed else f"{failed} check(s) failed: see above")
+
+
+def _machine() -> Iterator[Finding]:
+    import torch
+    import transformers
+
+    python, libraries = platform.python_version(), (torch, transformers)
+    versions = [f"Python {python}", *(f"{lib.__name__} {lib.__version__}" for lib in libraries)]
+    yield Finding(check="software", verdict="ok", detail=", ".join(versions))
+    cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count() or 1
+    enough: Verdict = "ok" if cores >= 2 else "warn"
+    advice = "" if cores >= 2 else ": generation and training will take turns on it"
+    yield Finding(check="processors", verdict=enough, detail=f"{cores} core(s){advice}")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    yield Finding(check="accelerators", verdict="ok", detail=", ".join(gpus) or "none: the CPU path is used")
+    root = segment_root()
+    free = shutil.disk_usage(root).free
+    yield Finding(
+        check="shared memory",
+        verdict="ok" if free > 2**28 else "warn",
+        detail=f"{free / 2**30:.1f} GiB free in {root}"
+        + ("" if free > 2**28 else ": weights of large models will not fit; enlarge it"),
+    )
+
+
+def _model(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
+    directory = build.model_directory(settings)
+    facts["renderer"] = build.Renderer.from_directory(directory)
+    facts["told"] = {
+        "settings": settings.model_dump(mode="json", exclude_none=True),
+        "model": str(directory),
+        "version": 0,
+    }
+    yield Finding(
+        check="tokenizer",
+        verdict="ok",
+        detail=f"{facts['renderer'].vocab_size} tokens, stops at {facts['renderer'].stop_ids}, "
+        f"context {facts['renderer'].max_context or 'not stated'}",
+    )
+
+
+def _tasks(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
+    source = build.task_source(settings)
+    facts["tasks"] = [source.task(i) for i in range(min(8, len(source)))]
+    lengths = [len(facts["renderer"].prompt_ids(task)) for task in facts["tasks"]]
+    detail = (
+        f"{len(source)} tasks; prompts of {min(lengths)} to {max(lengths)} tokens in the first {len(lengths)}"
+    )
+    yield Finding(check="tasks", verdict="ok", detail=detail)
+
+
+def _rewards(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
+    """The gold answer must earn more than nonsense."""
+    told = build.scorer_settings(settings, list(settings.reward.functions))
+    if told is None:
+        yield Finding(check="reward", verdict="warn", detail="reward.functions is not set: nothing to check")
+        return
+    column = settings.warm_start.answer_column
+    gold = [task for task in facts["tasks"] if column in task.columns]
+    if not gold:
+        yield Finding(
+            check="reward",
+            verdict="warn",
+            detail=f"tasks have no {column!r} column: gold answers are unknown",
+        )
+        return
+    scorer = build.build_scorer(told)
+    names = list(told["functions"])
+
+    async def score(text_of: Callable[[Task], str]) -> np.ndarray:
+        rows = [await scorer.score(task, [_as_episode(task, text_of(task))]) for task in gold]
+        return np.array([[row[0][name] or 0.0 for name in names] for row in rows]).mean(axis=0)
+
+    async def both() -> tuple[np.ndarray, np.ndarray]:
+        return await score(lambda task: str(task.columns[column])), await score(lambda task: "")
+
+    right, empty = asyncio.run(both())
+    for name, good, bad in zip(names, right, empty, strict=True):
+        fine = good > bad
+        advice = "" if fine else f": the reward cannot tell them apart; check {name} or {column!r}"
+        yield Finding(
+            check=f"reward {name}",
+            verdict="ok" if fine else "fail",
+            detail=f"gold answers earn {good:.3f}, empty ones {bad:.3f}{advice}",
+        )
+
+
+def _agreement(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
+    """Engine and trainer must give the same log-probabilities for the same tokens."""
+    sampling = build.sampling(settings, facts["renderer"])
+    prompts = [facts["renderer"].prompt_ids(task) for task in facts["tasks"][:4]]
+    requests = [
+        Request(id=f"{i}/0/0", prompt_ids=ids, sampling=sampling, seed=i) for i, ids in enumerate(prompts)
+    ]
+
+    async def sample() -> list[Completion]:
+        engine = build.engine_role(facts["told"])
+        try:
+            return list(await asyncio.gather(*(engine.generate(request) for request in requests)))
+        finally:
+            await engine.close()
+
+    completions = asyncio.run(sample())
+    yield Finding(check="engine", verdict="ok", detail="agrees with a plain forward pass on a random prompt")
+    gap = _trainer_gap(settings, facts["told"]["model"], requests, completions)
+    limit = MISMATCH[settings.model.dtype]
+    fine = float(gap.mean()) <= limit
+    advice = "" if fine else f", over {limit:g}: use model.dtype float32 or report the model"
+    yield Finding(
+        check="log-probabilities",
+        verdict="ok" if fine else "fail",
+        detail=f"engine and trainer differ by {gap.mean():.1e} on average, {gap.max():.1e} at most{advice}",
+    )
+
+
+def _trainer_gap(
+    settings: Settings, model_dir: str, requests: list[Request], completions: list[Completion]
+) -> np.ndarray:
+    """|engine - trainer| for every sampled token."""
+    import torch
+
+    from headrace.models.loading import load_model
+    from headrace.models.packed_attention import use_packed_attention
+    from headrace.trainers.logprobs import row_tensors, token_logprobs
+
+    model = load_model(model_dir, device=build.device(settings.model.device))
+    use_packed_attention(model)
+    turns = [
+        Turn(prompt_ids=r.prompt_ids, completion=c, sampling=r.sampling, seed=r.seed, engine="doctor")
+        for r, c in zip(requests, completions, strict=True)
+    ]
+    samples = [sample for turn in turns for sample in _as_samples(turn)]
+    dtype = torch.bfloat16 if settings.model.dtype == "bfloat16" else torch.float32
+    gaps = []
+    with torch.no_grad():
+        for row in pack(samples, row_tokens=settings.trainer.row_tokens):
+            logprobs, _ = token_logprobs(model, row_tensors(row, device=model.device), compute_dtype=dtype)
+            gaps.append(np.abs(logprobs.cpu().numpy() - row.behavior_logprobs[row.loss_mask]))
+    return np.concatenate(gaps)
+
+
+def _as_episode(task: Task, text: str) -> Episode:
+    empty = np.zeros(0, np.int32)
+    completion = Completion(
+        token_ids=empty,
+        logprobs=empty.astype(np.float32),
+        versions=empty,
+        finish_reason="stop",
+        kv_versions=NO_KV,
+    )
+    sampling = Sampling(max_tokens=1)
+    turn = Turn(prompt_ids=empty, completion=completion, sampling=sampling, seed=0, engine="doctor")
+    return Episode(group=0, attempt=0, task=task, trajectories=(Trajectory(turns=(turn,), text=text),))
+
+
+def _as_samples(turn: Turn) -> tuple[Sample, ...]:
+    task = Task(id="doctor", prompt="")
+    episode = Episode(group=0, attempt=0, task=task, trajectories=(Trajectory(turns=(turn,), text=""),))
+    group = EpisodeGroup(group=0, task=task, episodes=(episode,), returns=(0.0,))
+    return build_samples(group, [0.0])
+
+
+_RUN_CHECKS = (
+    ("model", _model),
+    ("tasks", _tasks),
+    ("reward", _rewards),
+    ("engine", _agreement),
+)

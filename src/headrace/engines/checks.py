@@ -1,0 +1,118 @@
+"""Whether a model can be computed here at all, found out before the first request.
+
+``check_model`` runs the model once as it is, with eager attention, and once through the paged path with
+shuffled blocks, two chunks and a decode row. It refuses by name a model whose attention is not called
+exactly once a layer (linear or convolutional layers, models outside the attention interface) or whose
+log-probabilities differ (chunked attention, ALiBi, an option that is not honoured).
+
+``stable_rows`` finds how many rows a matrix product needs on this machine before a row's result stops
+depending on their number.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from headrace.engines.passes import ForwardPass
+from headrace.errors import ModelError
+from headrace.models.paged_attention import PAGED, KvTensors, register
+
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
+_LONGEST_PROBE = 1100
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
+_ROW_CHOICES = (4, 8, 16, 32, 64)
+_WIDE_ROWS = 128
+
+
+def check_model(model: PreTrainedModel, *, block_size: int) -> None:
+    """Switch the model to paged attention, or raise ModelError and say what stands in the way."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    _check_layer_kinds(config, name)
+    token_ids = _probe_tokens(config)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = model(input_ids=token_ids.to(model.device).unsqueeze(0), use_cache=False).logits[0].float()
+    register()
+    model.set_attn_implementation(PAGED)
+    if model.config._attn_implementation != PAGED:
+        raise ModelError(f"{name} does not use transformers' attention interface; choose another model.")
+    got, calls = _paged_logits(model, token_ids, block_size)
+    wrong = [i for i in range(config.num_hidden_layers) if calls.get(i) != 3]
+    if wrong or len(calls) != config.num_hidden_layers:
+        raise ModelError(
+            f"{name} mixes tokens outside the attention interface (layers {wrong[:4]}); choose a model whose "
+            "every layer is softmax attention."
+        )
+    error = float((got.log_softmax(-1) - expected.log_softmax(-1)).abs().max())
+    if not error <= _TOLERANCE.get(model.dtype, 0.25):
+        raise ModelError(
+            f"{name} computed with paged attention differs from a plain forward by {error:.2g} in a "
+            "log-probability, so it uses something the engine lacks; choose another model."
+        )
+
+
+def stable_rows(model: PreTrainedModel) -> int:
+    """Rows to pad a pass to; 4 where bits depend on the device anyway."""
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        return _ROW_CHOICES[0]
+    shapes = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    return max((_stable_rows_for(*shape) for shape in shapes), default=_ROW_CHOICES[0])
+
+
+def _stable_rows_for(num_in: int, num_out: int) -> int:
+    generator = torch.Generator().manual_seed(num_in * 31 + num_out)
+    weight = torch.randn((num_out, num_in), generator=generator)
+    x = torch.randn((_WIDE_ROWS, num_in), generator=generator)
+    wide = torch.nn.functional.linear(x, weight)
+    for rows in _ROW_CHOICES:
+        sizes = range(rows, min(2 * rows, _WIDE_ROWS))
+        if all(torch.equal(torch.nn.functional.linear(x[:n], weight), wide[:n]) for n in sizes):
+            return rows
+    return _ROW_CHOICES[-1]
+
+
+def _check_layer_kinds(config: PretrainedConfig, name: str) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - _KNOWN_LAYERS:
+        raise ModelError(
+            f"{name} has layers of kind {', '.join(sorted(kinds - _KNOWN_LAYERS))}, which the engine cannot "
+            "page; choose a model with full or sliding-window attention."
+        )
+    if getattr(config, "alibi", False):
+        raise ModelError(f"{name} uses ALiBi position biases, which the engine lacks; choose another model.")
+
+
+def _probe_tokens(config: PretrainedConfig) -> torch.Tensor:
+    """Random tokens, more than the sliding window holds where that is short enough to try."""
+    window = getattr(config, "sliding_window", None) or 0
+    length = window + 24 if window + 24 <= _LONGEST_PROBE else 56
+    length = min(length, int(config.max_position_embeddings))
+    generator = torch.Generator().manual_seed(17)
+    return torch.randint(0, int(config.vocab_size), (length,), generator=generator)
+
+
+def _paged_logits(
+    model: PreTrainedModel, token_ids: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, dict[int, int]]:
+    """All logits in two chunks and one decode row, over blocks in reverse order."""
+    length = len(token_ids)
+    num_blocks = -(-length // block_size) + 1
+    forward = ForwardPass(
+        model, KvTensors(num_blocks=num_blocks, block_size=block_size), limit_tokens=length, min_rows=4
+    )
+    table = np.zeros(forward.num_table_entries(length), dtype=np.int64)
+    table[: num_blocks - 1] = np.arange(num_blocks - 1, 0, -1)
+    ids, cut = token_ids.numpy(), length // 2
+    logits, calls = [], dict[int, int]()
+    for start, stop in ((0, cut), (cut, length - 1), (length - 1, length)):
+        rows = forward.rows()
+        if stop - start == 1:
+            rows.add_decode(ids[start:stop], np.array([start]), table[None])
+        else:
+            rows.add_chunk(ids[start:stop], start, table)
+        part, seen = forward.traced_logits(rows, np.arange(stop - start))
+        logits.append(part)
+        calls = {layer: calls.get(layer, 0) + count for layer, count in seen.items()}
+    return torch.cat(logits), calls

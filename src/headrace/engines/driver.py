@@ -1,0 +1,195 @@
+"""The built-in engine on an event loop: ``protocols.Engine`` over the synchronous core.
+
+In: coroutine calls from any number of clients. Out: a future a request, progress callbacks, and the
+four ways of taking new weights. One task runs the steps and yields to the loop between two of them, so
+calls always land between two forward passes.
+
+waits for                      unblocked by
+run loop: work                 generate, apply, cancel_update, close
+generate: its completion       run loop, abort, begin_update("abort"), a failed step
+begin_update("drain"): none    run loop finishing the last started request
+started
+
+If a step raises, every pending call gets that exception and so does every later one. Nothing here has a
+deadline of its own: whoever awaits puts one on the wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from headrace.engines.torch_engine import TorchEngine
+from headrace.errors import RoleError
+from headrace.protocols import WeightReceiver
+from headrace.timekeeping import TimeLedger
+from headrace.types import Completion, InterruptMode, Request, RoleStatus, WeightManifest
+
+ProgressCallback = Callable[[Completion], None]
+
+
+class EngineDriver:
+    """Serves one ``TorchEngine`` to the event loop it was first used on."""
+
+    def __init__(
+        self,
+        core: TorchEngine,
+        receiver: WeightReceiver,
+        *,
+        ledger: TimeLedger,
+        name: str = "engine-0",
+        progress_tokens: int = 32,
+    ) -> None:
+        """``ledger`` is the one the core was given. A request with a callback is reported every
+        ``progress_tokens`` sampled tokens."""
+        self.name = name
+        self._core = core
+        self._receiver = receiver
+        self._ledger = ledger
+        self._progress_tokens = progress_tokens
+        self._futures: dict[str, asyncio.Future[Completion]] = {}
+        self._callbacks: dict[str, ProgressCallback] = {}
+        self._frozen = False
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._wake = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._loop_task: asyncio.Task[None] | None = None
+        ledger.switch("idle-no-work")
+
+    async def generate(self, request: Request, on_progress: ProgressCallback | None = None) -> Completion:
+        self._ensure_alive()
+        self._core.submit(request)
+        future = asyncio.get_running_loop().create_future()
+        self._futures[request.id] = future
+        if on_progress is not None:
+            self._callbacks[request.id] = on_progress
+        self._start()
+        try:
+            return await future
+        finally:
+            # A cancelled caller leaves no request behind; after any other end there is none to abort.
+            if self._futures.get(request.id) is future:
+                self._forget(request.id)
+                self._core.abort([request.id])
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._resolve(self._core.abort(request_ids))
+        self._notice_drained()
+
+    async def score(self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
+        self._ensure_alive()
+        return self._core.score(token_ids, temperature)
+
+    async def begin_update(self, mode: InterruptMode) -> None:
+        self._ensure_alive()
+        if mode == "never":
+            return
+        self._core.hold(True)
+        if mode == "abort":
+            self._resolve(self._core.abort(self._core.started_ids()))
+        elif mode == "drain":
+            await self._drain()
+        self._frozen = True
+        self._ledger.switch("paused-for-weights")
+
+    async def apply(self, manifest: WeightManifest) -> int:
+        self._ensure_alive()
+        with self._ledger.activity("paused-for-weights"):
+            self._core.apply(manifest.version, self._receiver.receive(manifest))
+        self._resume()
+        return self._core.version
+
+    async def cancel_update(self) -> None:
+        self._resume()
+
+    async def status(self) -> RoleStatus:
+        counters = self._core.counters()
+        return RoleStatus(
+            role=self.name,
+            version=self._core.version,
+            progress=int(counters["generated_tokens"] + counters["prefill_tokens"]),
+            seconds=self._ledger.seconds(),
+            counters=counters,
+        )
+
+    async def close(self) -> None:
+        """End the loop and every pending request, which gets what it has sampled."""
+        if self._closed:
+            return
+        self._closed = True
+        self._resolve(self._core.abort(list(self._futures)))
+        self._wake.set()
+        if self._loop_task is not None:
+            await self._loop_task
+        self._receiver.close()
+
+    def _start(self) -> None:
+        if self._loop_task is None:
+            self._loop_task = asyncio.get_running_loop().create_task(self._run(), name=f"{self.name} steps")
+        self._wake.set()
+
+    def _resume(self) -> None:
+        self._core.hold(False)
+        self._frozen = False
+        if self._ledger.current == "paused-for-weights":
+            self._ledger.switch("idle-no-work")
+        self._wake.set()
+
+    async def _drain(self) -> None:
+        self._drained.clear()
+        self._wake.set()
+        if self._core.num_started and not self._frozen:
+            await self._drained.wait()
+            self._ensure_alive()
+
+    async def _run(self) -> None:
+        try:
+            while not self._closed:
+                if self._frozen or not self._core.has_work:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                self._resolve(self._core.step())
+                self._report()
+                self._notice_drained()
+                await asyncio.sleep(0)
+        except Exception as error:
+            self._fail(error)
+
+    def _report(self) -> None:
+        if self._callbacks:
+            for request_id, snapshot in self._core.progress(self._progress_tokens):
+                callback = self._callbacks.get(request_id)
+                if callback is not None:
+                    callback(snapshot)
+
+    def _resolve(self, finished: Sequence[tuple[str, Completion]]) -> None:
+        for request_id, completion in finished:
+            future = self._forget(request_id)
+            if future is not None and not future.done():
+                future.set_result(completion)
+
+    def _forget(self, request_id: str) -> asyncio.Future[Completion] | None:
+        self._callbacks.pop(request_id, None)
+        return self._futures.pop(request_id, None)
+
+    def _notice_drained(self) -> None:
+        if not self._core.num_started:
+            self._drained.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        for request_id in list(self._futures):
+            future = self._forget(request_id)
+            if future is not None and not future.done():
+                future.set_exception(error)
+        self._drained.set()
+
+    def _ensure_alive(self) -> None:
+        if self._failure is not None:
+            raise RoleError(f"engine {self.name!r} stopped: {self._failure}.") from self._failure
+        if self._closed:
+            raise RoleError(f"engine {self.name!r} is closed; build a new one.")

@@ -1,0 +1,105 @@
+"""Which key-value blocks are used, shared or free.
+
+In: requests for blocks, and digests of the tokens a block holds (chained over everything before it).
+Out: block ids. Block 0 is never given out: padding is written there. A block is in exactly one place:
+held (reference count above zero), cached (count zero, found by its digest), or free.
+
+A block's version is that of its oldest row. Only full blocks written wholly under the current version
+are found by digest; ``forget`` makes every block unfindable when the weights change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+
+import numpy as np
+
+SCRATCH_BLOCK = 0
+
+
+def block_digests(token_ids: np.ndarray, block_size: int, known: list[bytes]) -> list[bytes]:
+    """``known`` extended to every full block of the tokens; each digest covers all tokens before it."""
+    digests = known
+    tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
+    for start in range(len(digests) * block_size, len(tokens) - block_size + 1, block_size):
+        parent = digests[-1] if digests else b""
+        block = tokens[start : start + block_size].tobytes()
+        digests.append(hashlib.blake2b(parent + block, digest_size=16).digest())
+    return digests
+
+
+class BlockPool:
+    """Reference-counted blocks with a cache of those that can still be found by content."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, "one block is scratch, so a pool needs at least two"
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, SCRATCH_BLOCK, -1))
+        self._counts = [0] * num_blocks
+        self._versions = [-1] * num_blocks
+        self._digest_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can be held at once."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that ``allocate`` can give, cached ones included."""
+        return len(self._free) + len(self._idle)
+
+    def version(self, block: int) -> int:
+        return self._versions[block]
+
+    def allocate(self, version: int) -> int | None:
+        """A block that is about to be written under ``version``; None when every block is held."""
+        if self._free:
+            block = self._free.pop()
+        elif self._idle:
+            block, _ = self._idle.popitem(last=False)
+            self._unlist(block)
+        else:
+            return None
+        self._counts[block] = 1
+        self._versions[block] = version
+        return block
+
+    def publish(self, block: int, digest: bytes, version: int) -> None:
+        """The block is full: let others find it, if it was written wholly under ``version``."""
+        if self._versions[block] == version and digest not in self._block_of:
+            self._block_of[digest] = block
+            self._digest_of[block] = digest
+
+    def share(self, digest: bytes) -> int | None:
+        """Hold the block with this content once more; None when there is none."""
+        block = self._block_of.get(digest)
+        if block is not None:
+            self._idle.pop(block, None)
+            self._counts[block] += 1
+        return block
+
+    def release(self, blocks: list[int]) -> None:
+        """Let go of blocks, the last first, so that a chain is evicted from its end."""
+        for block in reversed(blocks):
+            self._counts[block] -= 1
+            assert self._counts[block] >= 0, f"block {block} was released more often than held"
+            if self._counts[block]:
+                continue
+            if block in self._digest_of:
+                self._idle[block] = None
+            else:
+                self._free.append(block)
+
+    def forget(self) -> None:
+        """No block written so far may be found again: the weights changed."""
+        self._block_of.clear()
+        self._digest_of.clear()
+        self._free.extend(self._idle)
+        self._idle.clear()
+
+    def _unlist(self, block: int) -> None:
+        del self._block_of[self._digest_of.pop(block)]

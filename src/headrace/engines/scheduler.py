@@ -1,0 +1,192 @@
+"""Decides what the next forward pass computes.
+
+In: sequences that wait and sequences that run. Out: for each pass, the slots that decode one token and
+the prompt chunks that are prefilled. Every decoding sequence is in every pass; what is left of the token
+budget goes to prompts, oldest first.
+
+Before a chunk is computed, blocks with the same content are taken over from other sequences, those of
+the same pass included: within a layer all keys and values are written before any are read. When blocks
+run out the youngest running sequence is sent back to wait and later computed again from its tokens. The
+oldest can always go on, since no sequence may outgrow the pool.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace.engines.kv_cache import BlockPool, block_digests
+from headrace.engines.sequences import Sequence, SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows [start, stop) of a sequence, to be prefilled."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One forward pass."""
+
+    decode: np.ndarray
+    """int64 slots that compute their last token."""
+    chunks: list[Chunk]
+
+
+@dataclass(slots=True)
+class Counters:
+    prefill_tokens: int = 0
+    cache_hit_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Scheduler:
+    pool: BlockPool
+    table: SlotTable
+    prefill_tokens: int
+    """Prompt tokens computed in one pass, at most."""
+    counters: Counters = field(default_factory=Counters)
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
+    """In order of admission, the oldest first."""
+    holding: bool = False
+    """True while nothing new may start; what was started and preempted still comes back."""
+    _slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or any(seq.started or not self.holding for seq in self.waiting)
+
+    @property
+    def num_started(self) -> int:
+        """Sequences that run, or ran and were sent back."""
+        return len(self.running) + sum(seq.started for seq in self.waiting)
+
+    def next_work(self, version: int) -> Work:
+        decoding = self._decoding(version)
+        chunks: list[Chunk] = []
+        budget = self.prefill_tokens
+        for sequence in self._prefilling():
+            if budget > 0 and sequence.slot >= 0:
+                budget -= self._add_chunk(sequence, budget, version, chunks)
+        while budget > 0 and self._admit(version):
+            budget -= self._add_chunk(self.running[-1], budget, version, chunks)
+        return Work(
+            np.array([sequence.slot for sequence in decoding if sequence.slot >= 0], dtype=np.int64),
+            [chunk for chunk in chunks if chunk.sequence.slot >= 0],
+        )
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a running sequence out; its tokens are in its own arrays afterwards."""
+        self.table.lift(sequence)
+        self.running.remove(sequence)
+        self._slots = np.array([other.slot for other in self.running], dtype=np.int64)
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Send a running sequence back to wait; it keeps its tokens and loses its keys and values."""
+        self.finish(sequence)
+        self.waiting.appendleft(sequence)
+        self.counters.preemptions += 1
+
+    def _decoding(self, version: int) -> list[Sequence]:
+        """Sequences with one token left to compute, each given a block for it."""
+        table, size = self.table, self.table.block_size
+        computed = table.computed[self._slots]
+        one_left = table.length[self._slots] - computed == 1
+        decoding = [self.running[i] for i in np.flatnonzero(one_left)]
+        at = computed[one_left]
+        for i in np.flatnonzero(at % size == 0):
+            self._cover(decoding[i], int(at[i]) + 1, version)
+        for i in np.flatnonzero(at % size == size - 1):
+            self._publish(decoding[i], int(at[i]), int(at[i]) + 1, version)
+        return decoding
+
+    def _prefilling(self) -> list[Sequence]:
+        left = self.table.length[self._slots] - self.table.computed[self._slots]
+        return [self.running[i] for i in np.flatnonzero(left > 1)]
+
+    def _add_chunk(self, sequence: Sequence, budget: int, version: int, chunks: list[Chunk]) -> int:
+        """Schedule the next rows of a prompt; returns how many."""
+        self._match(sequence, version)
+        start, length = int(self.table.computed[sequence.slot]), int(self.table.length[sequence.slot])
+        covered = self._cover(sequence, min(start + budget, length), version)
+        if covered <= start:
+            return 0
+        chunks.append(Chunk(sequence, start, covered))
+        self._publish(sequence, start, covered, version)
+        return covered - start
+
+    def _admit(self, version: int) -> bool:
+        """Start the next waiting sequence if a slot and the blocks of its tokens are there."""
+        if not self.waiting or not self.table.num_free:
+            return False
+        sequence = self.waiting[0]
+        if self.holding and not sequence.started:
+            return False
+        needed = -(-(len(sequence.token_ids) + 1) // self.table.block_size)
+        if self.running and self.pool.num_free < needed:
+            return False
+        self.waiting.popleft()
+        self.table.place(sequence)
+        sequence.started, sequence.kv_version = True, version
+        self.running.append(sequence)
+        self._slots = np.append(self._slots, sequence.slot)
+        return True
+
+    def _match(self, sequence: Sequence, version: int) -> None:
+        """Take over computed blocks; the last token is always computed, since its logits are needed."""
+        table, size, slot = self.table, self.table.block_size, sequence.slot
+        length, at = int(table.length[slot]), int(table.computed[slot])
+        if at != len(sequence.blocks) * size or sequence.kv_version != version:
+            return
+        digests = block_digests(table.token_ids[slot, :length], size, sequence.digests)
+        while at + size < length and (block := self.pool.share(digests[at // size])) is not None:
+            self._give(sequence, block)
+            table.row_versions[slot, at : at + size] = version
+            at += size
+            self.counters.cache_hit_tokens += size
+        table.computed[slot] = at
+
+    def _cover(self, sequence: Sequence, num_rows: int, version: int) -> int:
+        """Give the sequence blocks for its first ``num_rows`` rows; returns how many rows it can hold.
+        Younger sequences are sent back for it, and itself if it decodes and is the youngest."""
+        size = self.table.block_size
+        while len(sequence.blocks) * size < num_rows:
+            block = self.pool.allocate(version)
+            if block is not None:
+                self._give(sequence, block)
+            elif (youngest := self.running[-1]) is not sequence:
+                self.preempt(youngest)
+            else:
+                break
+        held = len(sequence.blocks) * size
+        if held <= self.table.computed[sequence.slot]:
+            self.preempt(sequence)
+            return 0
+        return min(held, num_rows)
+
+    def _give(self, sequence: Sequence, block: int) -> None:
+        self.table.blocks[sequence.slot, len(sequence.blocks)] = block
+        sequence.blocks.append(block)
+
+    def _publish(self, sequence: Sequence, start: int, stop: int, version: int) -> None:
+        """Let others find the blocks that rows [start, stop) fill.
+
+        Rows computed while older rows of the same sequence date from other weights carry these along,
+        so the whole sequence must be of this version, not the block alone."""
+        size, slot = self.table.block_size, sequence.slot
+        if slot < 0 or sequence.kv_version != version or stop // size == start // size:
+            return
+        digests = block_digests(self.table.token_ids[slot, :stop], size, sequence.digests)
+        for i in range(start // size, stop // size):
+            self.pool.publish(sequence.blocks[i], digests[i], version)

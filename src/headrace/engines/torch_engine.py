@@ -1,0 +1,267 @@
+"""The built-in engine: continuous batching over one transformers model, one forward pass a step.
+
+In: requests (``submit``), new weights (``apply``). Out: finished completions from ``step``, each token with
+its float32 log-probability and the version of the weights whose pass produced it. Everything here is
+synchronous; ``driver.py`` puts an event loop around it. Weights change only between two passes.
+
+What is bit-identical: on a CPU in float32 with a dense model, the tokens and log-probabilities of a request
+do not depend on the other requests, on chunk boundaries, cache hits, preemption or resumption. With
+experts, bfloat16 or a GPU only the noise is; log-probabilities agree to rounding.
+
+Shape legend: T rows of a pass, R rows that are sampled, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from headrace.engines.checks import check_model, stable_rows
+from headrace.engines.kv_cache import BlockPool
+from headrace.engines.passes import ForwardPass
+from headrace.engines.sampler import Drawn, SamplerRows, sample
+from headrace.engines.scheduler import Scheduler, Work
+from headrace.engines.sequences import Sequence, SlotTable, new_sequence, resting_completion
+from headrace.errors import TaskError
+from headrace.models.paged_attention import KvTensors
+from headrace.models.tensors import load_blobs
+from headrace.timekeeping import TimeLedger
+from headrace.types import Completion, FinishReason, Request, TensorBlob
+
+_USUAL_TOKENS = 512
+"""Tokens a running sequence is given room for when ``kv_tokens`` is not set."""
+
+
+class TorchEngine:
+    """Samples with one model on one device. The model's attention is replaced for good."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        ledger: TimeLedger,
+        version: int = 0,
+        max_running: int = 64,
+        block_size: int = 16,
+        kv_tokens: int | None = None,
+        prefill_tokens: int = 512,
+        recompute_kv: bool = False,
+    ) -> None:
+        """``kv_tokens``: rows of key-value memory; None makes room for ``max_running`` sequences of usual
+        length, or one of the whole context. ``recompute_kv``: after an update running requests compute
+        their keys and values anew instead of keeping the old ones."""
+        assert block_size & (block_size - 1) == 0, "block_size must be a power of two"
+        self.version = version
+        self._model = model
+        self._ledger = ledger
+        self._recompute_kv = recompute_kv
+        context = int(model.config.get_text_config().max_position_embeddings)
+        wanted = kv_tokens or max(context, max_running * min(context, _USUAL_TOKENS))
+        self._pool = BlockPool(-(-wanted // block_size) + 1)
+        self.limit_tokens = min(context, self._pool.capacity * block_size)
+        self._table = SlotTable(max_running, block_size)
+        self._scheduler = Scheduler(self._pool, self._table, prefill_tokens)
+        kv = KvTensors(num_blocks=self._pool.num_blocks, block_size=block_size)
+        check_model(model, block_size=block_size)
+        self._pass = ForwardPass(model, kv, limit_tokens=self.limit_tokens, min_rows=stable_rows(model))
+        self._live: dict[str, Sequence] = {}
+        self._done: list[tuple[str, Completion]] = []
+
+    @property
+    def has_work(self) -> bool:
+        """True when ``step`` would do something."""
+        return bool(self._done) or self._scheduler.has_work
+
+    @property
+    def num_started(self) -> int:
+        """Requests of which something was computed and which are not finished."""
+        return self._scheduler.num_started
+
+    def hold(self, holding: bool) -> None:
+        """While held, requests that were not started stay waiting."""
+        self._scheduler.holding = holding
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises TaskError, and queues nothing, when it can never be computed."""
+        num_prompt = len(request.prompt_ids)
+        if not 0 < num_prompt < self.limit_tokens:
+            raise TaskError(
+                f"request {request.id!r} has a prompt of {num_prompt} tokens and the engine takes 1 to "
+                f"{self.limit_tokens - 1}; shorten the prompt or raise kv_tokens up to the model's context."
+            )
+        if request.id in self._live:
+            raise TaskError(f"request id {request.id!r} is already in use; ids must differ while they live.")
+        limit = min(num_prompt + request.sampling.max_tokens, self.limit_tokens)
+        sequence = new_sequence(request, limit)
+        reason = _already_finished(sequence)
+        if reason is not None:
+            self._done.append((request.id, resting_completion(sequence, reason)))
+            return
+        self._live[request.id] = sequence
+        self._scheduler.waiting.append(sequence)
+
+    def abort(self, request_ids: Iterable[str]) -> list[tuple[str, Completion]]:
+        """End these requests with what they have sampled; ids that are not here are ignored."""
+        ended = []
+        for request_id in request_ids:
+            sequence = self._live.pop(request_id, None)
+            if sequence is None:
+                continue
+            if sequence.slot >= 0:
+                self._scheduler.finish(sequence)
+            else:
+                self._scheduler.waiting.remove(sequence)
+            ended.append((request_id, resting_completion(sequence, "abort")))
+        return ended
+
+    def started_ids(self) -> list[str]:
+        return [name for name, sequence in self._live.items() if sequence.started]
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """One forward pass; returns the requests it finished."""
+        self._ledger.switch("decode")
+        done, self._done = self._done, []
+        work = self._scheduler.next_work(self.version)
+        num_prefill = sum(chunk.stop - chunk.start for chunk in work.chunks)
+        if num_prefill or len(work.decode):
+            done += self._compute(work)
+        shares = {"prefill": float(num_prefill), "decode": float(len(work.decode))}
+        self._ledger.split(shares if num_prefill + len(work.decode) else {"decode": 1.0}, "idle-no-work")
+        self._scheduler.counters.prefill_tokens += num_prefill
+        return done
+
+    def progress(self, min_new_tokens: int = 1) -> list[tuple[str, Completion]]:
+        """Snapshots of running requests that sampled at least so many tokens since their last one."""
+        table, snapshots = self._table, []
+        for sequence in self._scheduler.running:
+            slot = sequence.slot
+            if table.length[slot] - table.reported[slot] >= min_new_tokens:
+                table.reported[slot] = table.length[slot]
+                snapshots.append((sequence.request.id, table.completion(sequence)))
+        return snapshots
+
+    def apply(self, version: int, blobs: Iterable[TensorBlob]) -> None:
+        """Replace the weights. Raises WeightSyncError, with nothing changed, if the blobs do not fit."""
+        load_blobs(self._model, blobs)
+        self.version = version
+        self._pool.forget()
+        if self._recompute_kv:
+            for sequence in reversed(self._scheduler.running[:]):
+                self._scheduler.preempt(sequence)
+
+    def score(self, token_ids: Several[np.ndarray], temperature: float = 1.0) -> list[np.ndarray]:
+        """float32 [T] logprobs of each sequence's tokens under the current weights; entry 0 is 0."""
+        with self._ledger.activity("prefill"):
+            return [self._score_one(np.asarray(ids, dtype=np.int64), temperature) for ids in token_ids]
+
+    def counters(self) -> dict[str, float]:
+        counters = self._scheduler.counters
+        return {
+            "generated_tokens": counters.generated_tokens,
+            "prefill_tokens": counters.prefill_tokens,
+            "cache_hit_tokens": counters.cache_hit_tokens,
+            "preemptions": counters.preemptions,
+            "running": len(self._scheduler.running),
+            "waiting": len(self._scheduler.waiting),
+            "free_blocks": self._pool.num_free,
+        }
+
+    def _compute(self, work: Work) -> list[tuple[str, Completion]]:
+        table, rows = self._table, self._pass.rows()
+        positions = table.computed[work.decode]
+        sampled_slots, wanted = work.decode, np.arange(len(work.decode))
+        if len(work.decode):
+            tokens = table.token_ids[work.decode, positions]
+            order = rows.add_decode(tokens, positions, table.blocks[work.decode])
+            sampled_slots = work.decode[order]
+        table.row_versions[work.decode, positions] = self.version
+        table.computed[work.decode] += 1
+        for chunk in work.chunks:
+            slot = chunk.sequence.slot
+            rows.add_chunk(table.token_ids[slot, chunk.start : chunk.stop], chunk.start, table.blocks[slot])
+            table.row_versions[slot, chunk.start : chunk.stop] = self.version
+            table.computed[slot] = chunk.stop
+            if chunk.stop == table.length[slot]:
+                sampled_slots, wanted = np.append(sampled_slots, slot), np.append(wanted, rows.num_rows - 1)
+        logits_RV = self._pass.logits(rows, wanted)
+        return self._book(sampled_slots, logits_RV) if len(wanted) else []
+
+    def _book(self, slots: np.ndarray, logits_RV: torch.Tensor) -> list[tuple[str, Completion]]:
+        """Sample a token for each slot, write it down, and take out what is finished."""
+        table = self._table
+        settings = SamplerRows(
+            temperature=table.temperature[slots],
+            top_k=table.top_k[slots],
+            top_p=table.top_p[slots],
+            min_p=table.min_p[slots],
+            seed=table.seed[slots],
+            position=table.length[slots] - table.num_prompt[slots],
+        )
+        with torch.inference_mode():
+            drawn = sample(logits_RV, settings)
+        by_slot = {sequence.slot: sequence for sequence in self._scheduler.running}
+        for row, kept in drawn.kept.items():
+            by_slot[int(slots[row])].kept.append(kept)
+        table.append(slots, drawn.token_ids, drawn.logprobs, self.version)
+        self._scheduler.counters.generated_tokens += len(slots)
+        return self._collect(slots, drawn, by_slot)
+
+    def _collect(
+        self, slots: np.ndarray, drawn: Drawn, by_slot: dict[int, Sequence]
+    ) -> list[tuple[str, Completion]]:
+        table, finished = self._table, []
+        stopped = (table.stop_ids[slots] == drawn.token_ids[:, None]).any(axis=1)
+        full = table.length[slots] >= table.limit[slots]
+        for row in np.flatnonzero(stopped | full):
+            sequence = by_slot[int(slots[row])]
+            self._scheduler.finish(sequence)
+            del self._live[sequence.request.id]
+            reason: FinishReason = "stop" if stopped[row] else "length"
+            finished.append((sequence.request.id, resting_completion(sequence, reason)))
+        return finished
+
+    def _score_one(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
+        logprobs = np.zeros(len(token_ids), dtype=np.float32)
+        if len(token_ids) > self.limit_tokens:
+            raise TaskError(
+                f"a sequence of {len(token_ids)} tokens cannot be scored by an engine that takes "
+                f"{self.limit_tokens}; shorten it or raise kv_tokens up to the model's context."
+            )
+        blocks = self._borrow(len(token_ids))
+        table = np.zeros(self._pass.num_table_entries(len(token_ids)), dtype=np.int64)
+        table[: len(blocks)] = blocks
+        for start in range(0, len(token_ids) - 1, self._scheduler.prefill_tokens):
+            stop = min(start + self._scheduler.prefill_tokens, len(token_ids) - 1)
+            rows = self._pass.rows()
+            rows.add_chunk(token_ids[start:stop], start, table)
+            logits_TV = self._pass.logits(rows, np.arange(stop - start))
+            targets_T1 = torch.from_numpy(token_ids[start + 1 : stop + 1]).to(logits_TV.device).unsqueeze(1)
+            logits_TV = logits_TV if temperature == 1.0 else logits_TV / temperature
+            scored_T = logits_TV.gather(1, targets_T1).squeeze(1) - logits_TV.logsumexp(dim=-1)
+            logprobs[start + 1 : stop + 1] = scored_T.cpu().numpy()
+            self._scheduler.counters.prefill_tokens += stop - start
+        self._pool.release(blocks)
+        return logprobs
+
+    def _borrow(self, num_rows: int) -> list[int]:
+        """Blocks for scoring; running requests are sent back to wait if there is no other way."""
+        blocks: list[int] = []
+        while len(blocks) * self._table.block_size < num_rows:
+            block = self._pool.allocate(self.version)
+            if block is not None:
+                blocks.append(block)
+            else:
+                self._scheduler.preempt(self._scheduler.running[-1])
+        return blocks
+
+
+def _already_finished(sequence: Sequence) -> FinishReason | None:
+    """A resumed request may have been interrupted just before its end was noticed."""
+    prefix, sampling = sequence.request.prefix, sequence.request.sampling
+    if prefix is not None and prefix.num_tokens and int(prefix.token_ids[-1]) in sampling.stop_ids:
+        return "stop"
+    return "length" if len(sequence.token_ids) >= sequence.limit else None

@@ -1,0 +1,41 @@
+"""The simplest environment: show the task, sample one completion, hand it to scoring.
+
+In: a task and a policy. Out: one trajectory of one turn. Invariant: the token ids that reach training are
+those the policy sampled; the text is decoded from them for rewards and people and goes no further.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.data.rendering import Renderer
+from headrace.errors import PromptTooLongError
+from headrace.protocols import PolicyClient
+from headrace.types import Sampling, Task, Trajectory
+
+
+class SingleTurn:
+    """Runs one attempt as one model call."""
+
+    def __init__(self, renderer: Renderer, sampling: Sampling, max_context: int | None = None) -> None:
+        self._renderer = renderer
+        self._sampling = sampling
+        self._max_context = renderer.max_context if max_context is None else max_context
+
+    async def run(self, task: Task, policy: PolicyClient) -> tuple[Trajectory, ...]:
+        prompt_ids = self._renderer.prompt_ids(task)
+        turn = await policy.sample(prompt_ids, self._fitting(task, len(prompt_ids)))
+        text = self._renderer.decode(turn.completion.token_ids)
+        return (Trajectory(turns=(turn,), text=text),)
+
+    def _fitting(self, task: Task, num_prompt_tokens: int) -> Sampling:
+        """The sampling settings, with ``max_tokens`` cut to what the context leaves."""
+        if self._max_context is None:
+            return self._sampling
+        room = self._max_context - num_prompt_tokens
+        if room < 1:
+            raise PromptTooLongError(
+                f"task {task.id} has a prompt of {num_prompt_tokens} tokens, which leaves no room in a "
+                f"context of {self._max_context}: shorten or remove the task, or use a model made for more"
+            )
+        return replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room))

@@ -1,0 +1,35 @@
+"""The controller's event loop, which knows where its own time goes.
+
+An event loop either runs callbacks or waits in its selector, so charging the two sides of ``select`` to
+a ledger accounts for every moment of the controller: ``working`` and ``waiting``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+
+from headrace.timekeeping import CONTROLLER_ACTIVITIES, TimeLedger
+from headrace.types import RoleStatus
+
+
+class _MeteredSelector(selectors.DefaultSelector):
+    def __init__(self, ledger: TimeLedger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._ledger.switch("waiting")
+        try:
+            return super().select(timeout)
+        finally:
+            self._ledger.switch("working")
+
+
+class ControllerLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._ledger = TimeLedger(CONTROLLER_ACTIVITIES, start="loading")
+        super().__init__(_MeteredSelector(self._ledger))
+
+    def status(self) -> RoleStatus:
+        return RoleStatus(role="controller", version=0, progress=0, seconds=self._ledger.seconds())

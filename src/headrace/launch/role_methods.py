@@ -1,0 +1,41 @@
+"""What may be called on each kind of role from another process: an explicit table, nothing else answers.
+
+In: a role object, the arguments as they came over the wire, and where progress notes go. Out: the
+coroutine to await. Paths travel as text. The proxies in ``proxies`` are the other half of this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.launch.rpc import Note
+
+RoleKind = Literal["engine", "trainer", "scorer"]
+Method = Callable[[Any, list[Any], Note | None], Awaitable[Any]]
+
+ENGINE: Mapping[str, Method] = {
+    "generate": lambda engine, args, note: engine.generate(args[0], on_progress=note),
+    "abort": lambda engine, args, note: engine.abort(args[0]),
+    "score": lambda engine, args, note: engine.score(args[0], temperature=args[1]),
+    "begin_update": lambda engine, args, note: engine.begin_update(args[0]),
+    "apply": lambda engine, args, note: engine.apply(args[0]),
+    "cancel_update": lambda engine, args, note: engine.cancel_update(),
+    "status": lambda engine, args, note: engine.status(),
+}
+
+TRAINER: Mapping[str, Method] = {
+    "step": lambda trainer, args, note: trainer.step(args[0]),
+    "publish": lambda trainer, args, note: trainer.publish(args[0]),
+    "retire": lambda trainer, args, note: trainer.retire(args[0]),
+    "save": lambda trainer, args, note: trainer.save(Path(args[0])),
+    "load": lambda trainer, args, note: trainer.load(Path(args[0])),
+    "status": lambda trainer, args, note: trainer.status(),
+}
+
+SCORER: Mapping[str, Method] = {
+    "score": lambda scorer, args, note: scorer.score(args[0], args[1]),
+}
+
+METHODS: Mapping[str, Mapping[str, Method]] = {"engine": ENGINE, "trainer": TRAINER, "scorer": SCORER}

@@ -1,0 +1,202 @@
+"""Attention over key-value rows kept in blocks, called by transformers in place of its own.
+
+In: queries, keys and values of a flat pass [1, heads, T, head dim], and a ``PagedPlan`` that says where
+each row's key and value are written and which blocks each row reads. Out: [1, T, heads, head dim].
+
+Every row is attended on its own, as a query of length one, and its key-value length is rounded up by
+``padded_length`` of that row alone. What a row computes therefore depends neither on the other rows of
+the pass, nor on where a prompt was cut into chunks, nor on whether its key-value rows were computed or
+found in the cache. Rows that share a table and a padded length share one call.
+
+Shape legend: T rows of the pass, N rows of a group, B blocks, S rows of a block, L padded key-value
+length, H query heads, K key-value heads, G = H / K, D head dim, W = key and value width of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from headrace.errors import ModelError
+
+PAGED = "headrace_paged"
+_SHORTEST = 32
+
+
+def register() -> None:
+    """Make ``PAGED`` known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(PAGED, paged_attention)
+    AttentionMaskInterface.register(PAGED, _no_mask)
+
+
+def padded_length(length: int, block_size: int) -> int:
+    """The key-value length a row of this length is computed with: two steps an octave (32, 48, 64, 96...),
+    each a whole number of blocks."""
+    octave = max(_SHORTEST, 2 * block_size)
+    while octave < length:
+        if length <= octave + octave // 2:
+            return octave + octave // 2
+        octave *= 2
+    return octave
+
+
+class KvTensors:
+    """The key-value memory: one [B, S, W] tensor a layer, made when the layer first writes."""
+
+    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._layers: dict[int, torch.Tensor] = {}
+        self._scratch: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def write(self, layer: int, slots_T: torch.Tensor, rows_TW: torch.Tensor) -> None:
+        pool_BSW = self._layers.get(layer)
+        if pool_BSW is None:
+            shape = (self.num_blocks, self.block_size, rows_TW.shape[1])
+            pool_BSW = torch.zeros(shape, dtype=rows_TW.dtype, device=rows_TW.device)
+            self._layers[layer] = pool_BSW
+        pool_BSW.view(-1, rows_TW.shape[1]).index_copy_(0, slots_T, rows_TW)
+
+    def read(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """[blocks, S, W]; valid until the next read, since the copy lands in memory that is used again."""
+        pool_BSW = self._layers[layer]
+        width, count = pool_BSW.shape[2], blocks.shape[0]
+        key = (width, pool_BSW.dtype, pool_BSW.device)
+        scratch = self._scratch.get(key)
+        if scratch is None or scratch.shape[0] < count:
+            scratch = pool_BSW.new_empty((max(count, 64), self.block_size, width))
+            self._scratch[key] = scratch
+        out = scratch[:count]
+        torch.index_select(pool_BSW, 0, blocks, out=out)
+        return out
+
+
+@dataclass(slots=True)
+class RowGroup:
+    """Rows of the pass that are attended in one call."""
+
+    rows: slice
+    blocks: torch.Tensor
+    """int64 [tables * L / S], block ids in order of position; one table a row, or one for all rows."""
+    num_tables: int
+    kv_length: int
+    """L, the same for every row of the group."""
+    positions: torch.Tensor
+    """int64 [N]."""
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    """Additive masks [N, 1, 1, L] by window, made once a pass."""
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        mask = self.masks.get(window)
+        if mask is None:
+            kv_L = torch.arange(self.kv_length, device=self.positions.device)
+            hidden_NL = kv_L > self.positions.unsqueeze(1)
+            if window is not None:
+                hidden_NL |= kv_L <= (self.positions - window).unsqueeze(1)
+            mask = torch.zeros(hidden_NL.shape, dtype=dtype, device=kv_L.device)
+            mask = mask.masked_fill_(hidden_NL, float("-inf")).view(-1, 1, 1, self.kv_length)
+            self.masks[window] = mask
+        return mask
+
+
+@dataclass(slots=True)
+class PagedPlan:
+    """Where the rows of one forward pass are written and what they read; shared by all layers."""
+
+    kv: KvTensors
+    slots: torch.Tensor
+    """int64 [T], block id * S + row within the block."""
+    groups: list[RowGroup]
+    num_rows: int
+    """Rows that mean something; the rest of T is padding and attends to nothing."""
+    calls: dict[int, int] = field(default_factory=dict)
+    """How often each layer was computed here, for the start-up check."""
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    paged_plan: PagedPlan | None = None,
+    **_unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function transformers calls once a layer. Masks are ours, so ``attention_mask`` is not read."""
+    if paged_plan is None:
+        raise ModelError(
+            f"{type(module).__name__} does not hand the engine's plan to its attention; use another model."
+        )
+    if position_bias is not None:
+        raise ModelError(f"{type(module).__name__} adds a position bias, which paged attention lacks.")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    paged_plan.calls[layer] = paged_plan.calls.get(layer, 0) + 1
+    _, num_kv_heads, num_rows, key_dim = key.shape
+    value_dim = value.shape[-1]
+    rows_TW = torch.cat(
+        (
+            key[0].transpose(0, 1).reshape(num_rows, num_kv_heads * key_dim),
+            value[0].transpose(0, 1).reshape(num_rows, num_kv_heads * value_dim),
+        ),
+        dim=1,
+    )
+    paged_plan.kv.write(layer, paged_plan.slots, rows_TW)
+    out_THD = query.new_zeros((num_rows, query.shape[1], value_dim))
+    query_TKGD = query[0].transpose(0, 1).reshape(num_rows, num_kv_heads, -1, key_dim)
+    out_TKGD = out_THD.view(num_rows, num_kv_heads, -1, value_dim)
+    for group in paged_plan.groups:
+        kv_LW = paged_plan.kv.read(layer, group.blocks).view(group.num_tables, group.kv_length, -1)
+        split = num_kv_heads * key_dim
+        key_NKLD = kv_LW[..., :split].unflatten(-1, (num_kv_heads, key_dim)).transpose(1, 2)
+        value_NKLD = kv_LW[..., split:].unflatten(-1, (num_kv_heads, value_dim)).transpose(1, 2)
+        mask = group.mask(sliding_window, query.dtype)
+        out_TKGD[group.rows] = _attend(
+            query_TKGD[group.rows], key_NKLD, value_NKLD, mask, scaling=scaling, softcap=softcap, sinks=s_aux
+        )
+    return out_THD.unsqueeze(0), None
+
+
+def _attend(
+    query_NKGD: torch.Tensor,
+    key_NKLD: torch.Tensor,
+    value_NKLD: torch.Tensor,
+    mask_N11L: torch.Tensor,
+    *,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Query heads that share a key-value head are computed together, as the rows of one small product."""
+    num_rows = query_NKGD.shape[0]
+    key_NKLD = key_NKLD.expand(num_rows, -1, -1, -1)
+    value_NKLD = value_NKLD.expand(num_rows, -1, -1, -1)
+    if softcap is None and sinks is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query_NKGD, key_NKLD, value_NKLD, attn_mask=mask_N11L, scale=scaling
+        )
+    scale = query_NKGD.shape[-1] ** -0.5 if scaling is None else scaling
+    scores_NKGL = torch.matmul(query_NKGD, key_NKLD.transpose(2, 3)) * scale
+    if softcap is not None:
+        scores_NKGL = torch.tanh(scores_NKGL / softcap) * softcap
+    scores_NKGL = (scores_NKGL + mask_N11L).float()
+    if sinks is None:
+        weights = torch.softmax(scores_NKGL, dim=-1)
+    else:
+        # A sink is one more score that takes probability and has no value.
+        sink = sinks.float().view(1, *query_NKGD.shape[1:3], 1).expand(num_rows, -1, -1, 1)
+        weights = torch.softmax(torch.cat((scores_NKGL, sink), dim=-1), dim=-1)[..., :-1]
+    return torch.matmul(weights.to(value_NKLD.dtype), value_NKLD)
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """Transformers asks for a mask to pass along; the plan carries ours."""
+    return None

@@ -1,0 +1,123 @@
+"""Where a run stands, gathered from its events; what the console draws and the summary sums up.
+
+In: events. Out: a ``Progress`` that holds the newest figures, the reward of every step and the usual number
+of attempts in each live state. It is a sink itself, so a run can be summed up without a console.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headrace.observe import events
+from headrace.types import RoleStatus
+
+
+class Progress:
+    """The newest state of one run. Everything before the first event is empty or zero."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._ended: float | None = None
+        self._attempt_sums: dict[str, float] = {}
+        self.num_steps = 0
+        """Steps at which the run is complete; 0: not known yet."""
+        self.run_dir = ""
+        self.step = 0
+        self.version = 0
+        self.rewards: list[float] = []
+        """One per step seen; a step without any reward adds none."""
+        self.lag_mean = 0.0
+        self.lag_max = 0
+        self.tokens_per_s = 0.0
+        self.goodput = 0.0
+        self.roles: tuple[RoleStatus, ...] = ()
+        self.attempts: dict[str, int] = {}
+        self.tokens_by_state: dict[str, int] = {}
+        self.tokens_before: dict[str, int] = {}
+        """Tokens by state that a resumed run began with."""
+        self.drops: dict[str, int] = {}
+        """Groups dropped, by reason."""
+        self.num_steps_seen = 0
+        self.message = ""
+        """The newest phase, warning, drop or evaluation, in words."""
+
+    @property
+    def elapsed_s(self) -> float:
+        return (self._clock() if self._ended is None else self._ended) - self._started
+
+    @property
+    def mean_attempts(self) -> dict[str, float]:
+        """Attempts by state, averaged over the steps seen."""
+        return {state: total / max(1, self.num_steps_seen) for state, total in self._attempt_sums.items()}
+
+    def emit(self, event: str, fields: Mapping[str, Any]) -> None:
+        if event == events.RUN_START:
+            self._started = self._clock()
+            self.num_steps = int(fields.get("steps") or 0)
+            self.run_dir = str(fields.get("run_dir") or "")
+            self.tokens_before = dict(fields.get("tokens_by_state") or {})
+        elif event == events.STEP:
+            self._on_step(fields)
+        elif event == events.DROP:
+            reason = str(fields.get("reason", "unknown"))
+            self.drops[reason] = self.drops.get(reason, 0) + 1
+            self.message = message(event, fields)
+        elif event == events.RUN_END:
+            self._ended = self._clock()
+            self._on_books(fields)
+        elif event in (events.PHASE, events.WARNING, events.EVAL):
+            self.message = message(event, fields)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _on_step(self, fields: Mapping[str, Any]) -> None:
+        self.step = int(fields["step"])
+        self.version = int(fields.get("version", self.step))
+        if fields.get("reward") is not None:
+            self.rewards.append(float(fields["reward"]))
+        self.lag_mean = float(fields.get("lag_mean") or 0.0)
+        self.lag_max = int(fields.get("lag_max") or 0)
+        self.tokens_per_s = float(fields.get("tokens_per_s") or 0.0)
+        self.goodput = float(fields.get("goodput") or 0.0)
+        self.num_steps_seen += 1
+        skipped = fields.get("skipped")
+        self.message = f"step {self.step} was skipped: {skipped}" if skipped else ""
+        self._on_books(fields)
+        for state, count in self.attempts.items():
+            self._attempt_sums[state] = self._attempt_sums.get(state, 0.0) + count
+
+    def _on_books(self, fields: Mapping[str, Any]) -> None:
+        if fields.get("roles"):
+            self.roles = tuple(_role(role) for role in fields["roles"])
+        if fields.get("attempts"):
+            self.attempts = dict(fields["attempts"])
+        if fields.get("tokens_by_state"):
+            self.tokens_by_state = dict(fields["tokens_by_state"])
+
+
+def message(event: str, fields: Mapping[str, Any]) -> str:
+    """An event in words, for one line."""
+    if event == events.DROP:
+        detail = f" ({fields['detail']})" if fields.get("detail") else ""
+        return f"dropped group {fields.get('group')}: {fields.get('reason')}{detail}"
+    if event == events.EVAL:
+        figures = (f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in fields.items())
+        return "evaluation: " + ", ".join(figures)
+    prefix = "warning: " if event == events.WARNING else ""
+    return prefix + str(fields.get("text", ""))
+
+
+def _role(role: RoleStatus | Mapping[str, Any]) -> RoleStatus:
+    if isinstance(role, RoleStatus):
+        return role
+    return RoleStatus(
+        role=role["role"],
+        version=role.get("version", 0),
+        progress=role.get("progress", 0),
+        seconds=role["seconds"],
+        counters=role.get("counters", {}),
+    )

@@ -1,0 +1,205 @@
+"""The closing summary: both ledgers as tables that add up, how the reward moved, and the verdict.
+
+In: a ``Progress`` that saw the run's events. Out: a ``Summary``, printable by rich, as plain text and as a
+dict for ``--json``. Invariant: the attempts and tokens of all states, and the seconds and shares of all
+activities of a role, sum to the total shown under them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headrace.observe.figures import duration, short
+from headrace.observe.progress import Progress
+from headrace.observe.verdict import Verdict, goodput, idle_share, judge, percentages
+
+STATE_ORDER = ("trained", "training", "buffered", "scoring", "generating")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What there is to say when a run has ended."""
+
+    run_dir: str
+    num_steps: int
+    """Steps taken; ``--resume`` goes on counting from the checkpoint."""
+    elapsed_s: float
+    reward_first: float | None
+    """Mean over the first ``reward_window`` steps seen; None: no step had a reward."""
+    reward_last: float | None
+    reward_window: int
+    attempts: Mapping[str, int]
+    tokens: Mapping[str, int]
+    seconds: Mapping[str, Mapping[str, float]]
+    """By role, then by activity."""
+    idle: Mapping[str, float]
+    """By role, the idle share since loading."""
+    goodput: float
+    verdict: Verdict
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON types only, with the totals written out."""
+        return {
+            **asdict(self),
+            "attempts_total": sum(self.attempts.values()),
+            "tokens_total": sum(self.tokens.values()),
+            "shares": {role: percentages(seconds) for role, seconds in self.seconds.items()},
+        }
+
+    def as_text(self) -> str:
+        """The summary for files and pipes."""
+        closing = "\n".join(f"{name:<9}{text}" for name, text in self.closing())
+        return "\n\n".join([self.headline(), *map(_as_text, self.tables()), closing])
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = [Text(self.headline(), style="bold")]
+        for table in self.tables():
+            parts += [Text(), _as_rich(table)]
+        closing = Table.grid(padding=(0, 2))
+        for name, text in self.closing():
+            closing.add_row(Text(name, style="bold"), Text(text))
+        return Group(*parts, Text(), closing)
+
+    def headline(self) -> str:
+        text = f"{self.num_steps} steps in {duration(self.elapsed_s)}"
+        if self.reward_first is not None and self.reward_last is not None:
+            window = (
+                f"means of the first and last {self.reward_window} steps"
+                if self.reward_window > 1
+                else "first and last step"
+            )
+            text += f", reward {self.reward_first:.3f} -> {self.reward_last:.3f} ({window})"
+        return text
+
+    def closing(self) -> list[tuple[str, str]]:
+        """The lines under the tables, as (name, text)."""
+        idle = ", ".join(f"{role} {share:.1%}" for role, share in self.idle.items())
+        lines = [
+            ("goodput", f"{short(self.goodput)} trained tokens per device-second"),
+            ("idle", f"{idle} (of the time since loading)" if idle else "no role has reported"),
+            ("verdict", self.verdict.text),
+        ]
+        return [*lines, ("run", self.run_dir)] if self.run_dir else lines
+
+    def tables(self) -> list[LedgerTable]:
+        return [table for table in (_attempt_table(self), _time_table(self)) if len(table.rows) > 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerTable:
+    """Rows of text under a header; the first ``num_labels`` columns are names, the others numbers."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    num_labels: int
+    total_rows: frozenset[int]
+
+
+def summarise(progress: Progress) -> Summary:
+    """Sum up the run that ``progress`` has seen."""
+    rewards = progress.rewards
+    window = max(1, min(10, len(rewards) // 10))
+    trained_now = {
+        state: count - progress.tokens_before.get(state, 0)
+        for state, count in progress.tokens_by_state.items()
+    }
+    return Summary(
+        run_dir=progress.run_dir,
+        num_steps=progress.step,
+        elapsed_s=progress.elapsed_s,
+        reward_first=sum(rewards[:window]) / window if rewards else None,
+        reward_last=sum(rewards[-window:]) / window if rewards else None,
+        reward_window=window,
+        attempts=_ordered(progress.attempts),
+        tokens=_ordered(progress.tokens_by_state),
+        seconds={role.role: dict(role.seconds) for role in progress.roles},
+        idle={role.role: idle_share(role.seconds) for role in progress.roles},
+        goodput=goodput(trained_now, progress.roles),
+        verdict=judge(progress.roles, progress.tokens_by_state, progress.mean_attempts),
+    )
+
+
+def _ordered(by_state: Mapping[str, int]) -> dict[str, int]:
+    known = [state for state in STATE_ORDER if state in by_state]
+    return {state: by_state[state] for state in [*known, *sorted(set(by_state) - set(known))]}
+
+
+def _attempt_table(summary: Summary) -> LedgerTable:
+    states = [s for s in summary.attempts if summary.attempts[s] or summary.tokens.get(s)]
+    attempts = percentages({s: summary.attempts[s] for s in states})
+    tokens = percentages({s: summary.tokens.get(s, 0) for s in states})
+    rows = [
+        (
+            s.replace(":", ": "),
+            f"{summary.attempts[s]:,}",
+            f"{attempts[s]:.1f}%",
+            f"{summary.tokens.get(s, 0):,}",
+            f"{tokens[s]:.1f}%",
+        )
+        for s in states
+    ]
+    rows.append(
+        (
+            "total",
+            f"{sum(summary.attempts.values()):,}",
+            f"{sum(attempts.values()):.1f}%",
+            f"{sum(summary.tokens.values()):,}",
+            f"{sum(tokens.values()):.1f}%",
+        )
+    )
+    return LedgerTable(
+        header=("state", "attempts", "share", "tokens", "share"),
+        rows=tuple(rows),
+        num_labels=1,
+        total_rows=frozenset({len(rows) - 1}),
+    )
+
+
+def _time_table(summary: Summary) -> LedgerTable:
+    rows: list[tuple[str, ...]] = []
+    totals: set[int] = set()
+    for role, seconds in summary.seconds.items():
+        parts = percentages(seconds)
+        spent = sorted((a for a in seconds if seconds[a] > 0), key=lambda a: -seconds[a])
+        for i, activity in enumerate(spent):
+            rows.append(
+                (role if i == 0 else "", activity, f"{seconds[activity]:,.1f}", f"{parts[activity]:.1f}%")
+            )
+        totals.add(len(rows))
+        rows.append(("", "total", f"{sum(seconds.values()):,.1f}", f"{sum(parts.values()):.1f}%"))
+    return LedgerTable(
+        header=("role", "activity", "seconds", "share"),
+        rows=tuple(rows),
+        num_labels=2,
+        total_rows=frozenset(totals),
+    )
+
+
+def _as_text(table: LedgerTable) -> str:
+    columns = list(zip(table.header, *table.rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if i < table.num_labels else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    return "\n".join([line(table.header), rule, *map(line, table.rows)])
+
+
+def _as_rich(table: LedgerTable) -> Table:
+    drawn = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for i, name in enumerate(table.header):
+        drawn.add_column(name, justify="left" if i < table.num_labels else "right", no_wrap=True)
+    for i, row in enumerate(table.rows):
+        drawn.add_row(*row, style="dim" if i in table.total_rows else None)
+    return drawn

@@ -1,0 +1,179 @@
+"""What the seconds and the counts say: shares, idle shares, goodput and the bottleneck in one line.
+
+In: seconds by activity of every role (``RoleStatus.seconds``) and the attempt ledger's counts. Out: plain
+figures and a ``Verdict``. Pure. Invariant: the shares of a role sum to one, so a share that grows takes
+from another, and idle time cannot hide.
+
+Idle shares leave out loading: they describe the run once it runs. Device time is that of engines and
+trainers; controller and scorers use no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace.types import RoleStatus
+
+IDLE = frozenset({"idle-no-work", "waiting-for-batch", "waiting"})
+SYNC = frozenset({"paused-for-weights", "publishing"})
+LOADING = "loading"
+
+NOTABLE = 0.15
+"""A share below this is the ordinary slack between two loops that are never exactly in step."""
+COSTLY_SYNC = 0.2
+COSTLY_DROPS = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    bottleneck: str
+    """``trainer``, ``generation``, ``scoring``, ``weight-sync``, ``lag``, ``none`` or ``unknown``."""
+    text: str
+    """One line: what is short, by how much, and what to change."""
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Each activity's share of a role's time; they sum to 1. Empty while no time has passed."""
+    age_s = sum(seconds.values())
+    return {activity: spent / age_s for activity, spent in seconds.items()} if age_s > 0 else {}
+
+
+def percentages(parts: Mapping[str, float]) -> dict[str, float]:
+    """Parts as percent with one decimal that sum to exactly 100: the largest remainders are rounded up."""
+    total = sum(parts.values())
+    if total <= 0:
+        return dict.fromkeys(parts, 0.0)
+    exact = {name: 1000 * part / total for name, part in parts.items()}
+    tenths = {name: int(value) for name, value in exact.items()}
+    short = 1000 - sum(tenths.values())
+    for name in sorted(exact, key=lambda n: tenths[n] - exact[n])[:short]:
+        tenths[name] += 1
+    return {name: value / 10 for name, value in tenths.items()}
+
+
+def idle_share(seconds: Mapping[str, float]) -> float:
+    """Share of the time since loading in which the role had nothing to do."""
+    return _share_since_loading(seconds, IDLE)
+
+
+def sync_share(seconds: Mapping[str, float]) -> float:
+    """Share of the time since loading that went into weights on their way."""
+    return _share_since_loading(seconds, SYNC)
+
+
+def kind(role: str) -> str:
+    """``engine`` of ``engine-0``."""
+    return role.partition("-")[0]
+
+
+def device_seconds(roles: Sequence[RoleStatus]) -> float:
+    return sum(sum(role.seconds.values()) for role in roles if kind(role.role) in ("engine", "trainer"))
+
+
+def goodput(tokens_by_state: Mapping[str, int], roles: Sequence[RoleStatus]) -> float:
+    """Trained tokens per device-second. Trained tokens are fresh: stale ones were dropped instead."""
+    spent_s = device_seconds(roles)
+    return tokens_by_state.get("trained", 0) / spent_s if spent_s > 0 else 0.0
+
+
+def drop_shares(tokens_by_state: Mapping[str, int]) -> dict[str, float]:
+    """By reason, the share of the tokens of ended attempts that were dropped for it."""
+    ended = {s: n for s, n in tokens_by_state.items() if s == "trained" or s.startswith("dropped:")}
+    total = sum(ended.values())
+    if total == 0:
+        return {}
+    return {s.removeprefix("dropped:"): n / total for s, n in ended.items() if s != "trained" and n > 0}
+
+
+def judge(
+    roles: Sequence[RoleStatus],
+    tokens_by_state: Mapping[str, int],
+    mean_attempts: Mapping[str, float] | None = None,
+) -> Verdict:
+    """The bottleneck and what to change. ``mean_attempts`` is the usual number of attempts by live state;
+    it tells a slow reward from work that is merely held back."""
+    by_kind = _mean_shares(roles)
+    if "engine" not in by_kind or "trainer" not in by_kind:
+        return Verdict(bottleneck="unknown", text="no verdict: engine and trainer have reported no time yet")
+    verdict = _bottleneck(by_kind, mean_attempts or {})
+    losses = _loss_text(tokens_by_state)
+    return Verdict(bottleneck=verdict.bottleneck, text=verdict.text + losses)
+
+
+def _bottleneck(by_kind: Mapping[str, tuple[float, float]], mean_attempts: Mapping[str, float]) -> Verdict:
+    engine_idle, engine_sync = by_kind["engine"]
+    trainer_idle, trainer_sync = by_kind["trainer"]
+    if max(engine_sync, trainer_sync) > COSTLY_SYNC:
+        return Verdict(
+            bottleneck="weight-sync",
+            text=f"weight-sync-bound: weights take {engine_sync:.0%} of engine and {trainer_sync:.0%} "
+            "of trainer time; let engines swap without stopping (interrupt never), or enlarge batches",
+        )
+    waits = f"engines idle {engine_idle:.0%}, trainer idle {trainer_idle:.0%}"
+    if engine_idle <= NOTABLE and trainer_idle <= NOTABLE:
+        return Verdict(bottleneck="none", text=f"balanced: {waits}; more speed needs more of both")
+    if trainer_idle <= NOTABLE:
+        return Verdict(
+            bottleneck="trainer",
+            text=f"trainer-bound: {waits}; give the trainer more devices or take them from generation",
+        )
+    if engine_idle <= NOTABLE:
+        return Verdict(
+            bottleneck="generation",
+            text=f"generation-bound: {waits}; add engines, or shorten completions (max_tokens)",
+        )
+    if _scoring_holds(by_kind, mean_attempts):
+        return Verdict(
+            bottleneck="scoring",
+            text=f"scoring-bound: {waits} while attempts wait for rewards; make them faster or add workers",
+        )
+    return Verdict(
+        bottleneck="lag",
+        text=f"lag-bound: {waits}, each waits for the other; raise max_lag (0 is synchronous) "
+        "or use the local launcher",
+    )
+
+
+def _scoring_holds(by_kind: Mapping[str, tuple[float, float]], mean_attempts: Mapping[str, float]) -> bool:
+    if "scorer" in by_kind and by_kind["scorer"][0] <= NOTABLE:
+        return True
+    return mean_attempts.get("scoring", 0.0) > mean_attempts.get("generating", 0.0)
+
+
+def _loss_text(tokens_by_state: Mapping[str, int]) -> str:
+    # What is still running at the end is cancelled; that is the price of ending, not of any setting.
+    lost = drop_shares({state: n for state, n in tokens_by_state.items() if state != "dropped:cancelled"})
+    if not lost or sum(lost.values()) <= COSTLY_DROPS:
+        return ""
+    worst = max(lost, key=lambda reason: lost[reason])
+    remedy = {
+        "stale": "set staleness to pace, or raise max_lag",
+        "zero-variance": "choose tasks that are neither solved nor hopeless, or larger groups",
+        "over-length": "raise max_tokens",
+        "failed": "see the drop events for the cause",
+    }
+    return (
+        f"; {sum(lost.values()):.0%} of tokens dropped, mostly {worst}: {remedy.get(worst, remedy['failed'])}"
+    )
+
+
+def _mean_shares(roles: Sequence[RoleStatus]) -> dict[str, tuple[float, float]]:
+    """(idle, sync) share by kind of role, averaged over those that are past loading."""
+    grouped: dict[str, list[tuple[float, float]]] = {}
+    for role in roles:
+        if sum(role.seconds.values()) - role.seconds.get(LOADING, 0.0) > 0:
+            figures = (idle_share(role.seconds), sync_share(role.seconds))
+            grouped.setdefault(kind(role.role), []).append(figures)
+    return {
+        name: (sum(i for i, _ in f) / len(f), sum(s for _, s in f) / len(f)) for name, f in grouped.items()
+    }
+
+
+def _share_since_loading(seconds: Mapping[str, float], activities: frozenset[str]) -> float:
+    ran_s = sum(seconds.values()) - seconds.get(LOADING, 0.0)
+    return (
+        sum(spent for activity, spent in seconds.items() if activity in activities) / ran_s
+        if ran_s > 0
+        else 0.0
+    )

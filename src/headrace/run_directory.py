@@ -1,0 +1,101 @@
+"""One directory per run: settings, journal, checkpoints, events, logs, and who is using it.
+
+    runs/NAME/settings.toml    what the run was asked to do
+              events.jsonl     what happened, for people and plots
+              journal/         what happened, for recovery
+              checkpoints/     step-NNNNNNNN, each loadable with from_pretrained
+              logs/            one file per worker
+              summary.json     the closing summary
+
+A lock that dies with its process keeps two controllers out of one directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import IO
+
+from headrace.config import Settings, changed_fields, load, to_toml
+from headrace.errors import CheckpointError, ConfigError
+
+
+class RunDirectory:
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def create(cls, settings: Settings) -> RunDirectory:
+        """A new run."""
+        name = settings.run.name or time.strftime("%Y%m%d-%H%M%S")
+        path = Path(settings.run.dir) / name
+        if (path / "settings.toml").exists():
+            raise ConfigError(
+                f"run.name: {path} already holds a run; resume it with --resume {path}, "
+                "or set another run.name"
+            )
+        lock = _lock(path)
+        (path / "settings.toml").write_text(to_toml(settings), encoding="utf-8")
+        return cls(path, lock)
+
+    @classmethod
+    def reopen(cls, path: Path, settings: Settings | None) -> tuple[RunDirectory, Settings]:
+        """A run to go on with. ``settings`` None takes those it was started with."""
+        file = path / "settings.toml"
+        if not file.exists():
+            raise ConfigError(f"--resume: {path} holds no run (there is no settings.toml); check the path")
+        lock = _lock(path)
+        before = load(file)
+        if settings is None:
+            return cls(path, lock), before
+        changed = changed_fields(before, settings)
+        if changed:
+            raise ConfigError(
+                f"--resume: {', '.join(changed)} differ from the run in {path}; "
+                "set them back, or start a new run from its last checkpoint"
+            )
+        file.write_text(to_toml(settings), encoding="utf-8")
+        return cls(path, lock), settings
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    def latest_checkpoint(self) -> Path | None:
+        return latest_checkpoint(self.path)
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run; None: there is none."""
+    return max((run_dir / "checkpoints").glob("step-*"), default=None)
+
+
+def _lock(path: Path) -> IO[str]:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = open(path / "lock", "a+", encoding="utf-8")  # noqa: SIM115 (held open for the whole run)
+    except OSError as e:
+        raise CheckpointError(f"run.dir: {path} cannot be written ({e.strerror}); choose another") from e
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip() or "unknown"
+        lock.close()
+        raise ConfigError(
+            f"run.name: {path} is in use by process {owner}; wait for it, stop it, or set another run.name"
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.data.packing import PackedRow, pack
+from headrace.types import NO_KV, Sample
+
+
+def sample(index: int, num_tokens: int, *, temperature: float = 1.0, ref: bool = False) -> Sample:
+    rng = np.random.default_rng(index)
+    loss_mask = np.arange(num_tokens) >= num_tokens // 2
+    return Sample(
+        group=index,
+        attempt=0,
+        token_ids=rng.integers(0, 100, num_tokens).astype(np.int32),
+        loss_mask=loss_mask,
+        behavior_logprobs=rng.normal(size=num_tokens).astype(np.float32),
+        versions=np.where(loss_mask, index, -1).astype(np.int32),
+        advantages=rng.normal(size=num_tokens).astype(np.float32),
+        temperature=temperature,
+        kv_versions=NO_KV,
+        ref_logprobs=rng.normal(size=num_tokens).astype(np.float32) if ref else None,
+    )
+
+
+def check_row(row: PackedRow, samples: list[Sample]) -> None:
+    for b, index in enumerate(row.sample_index):
+        span = slice(int(row.cu_seqlens[b]), int(row.cu_seqlens[b + 1]))
+        original = samples[index]
+        assert np.array_equal(row.token_ids[span], original.token_ids)
+        assert np.array_equal(row.position_ids[span], np.arange(original.num_tokens))
+        assert np.array_equal(row.behavior_logprobs[span], original.behavior_logprobs)
+        assert np.array_equal(row.versions[span], original.versions)
+        assert np.array_equal(row.advantages[span], original.advantages)
+        assert (row.sequence[span] == b).all()
+        assert (row.temperatures[span] == np.float32(original.temperature)).all()
+        assert np.array_equal(row.loss_mask[span][1:], original.loss_mask[1:])
+        assert not row.loss_mask[span][0]
+
+
+@given(lengths=st.lists(st.integers(1, 40), max_size=30), row_tokens=st.integers(1, 64))
+def test_every_sample_lies_whole_in_exactly_one_row(lengths: list[int], row_tokens: int) -> None:
+    samples = [sample(i, n, temperature=0.5 + i) for i, n in enumerate(lengths)]
+    rows = pack(samples, row_tokens=row_tokens)
+    assert sorted(int(i) for row in rows for i in row.sample_index) == list(range(len(samples)))
+    for row in rows:
+        check_row(row, samples)
+        assert row.num_tokens <= row_tokens or row.num_sequences == 1
+        assert list(row.sample_index) == sorted(row.sample_index)
+    firsts = [int(row.sample_index[0]) for row in rows]
+    assert firsts == sorted(firsts)
+
+
+def test_rows_are_balanced_by_cost_not_filled_in_order() -> None:
+    lengths = [60, 60, 5, 5, 5, 5, 5, 5]
+    rows = pack([sample(i, n) for i, n in enumerate(lengths)], row_tokens=80, balance_tokens=32)
+    assert sorted(row.num_tokens for row in rows) == [75, 75]
+
+
+def test_attention_cost_keeps_long_sequences_apart_from_company() -> None:
+    """By tokens alone 40 + 10 against 4 x 12 is even; a row with one long sequence costs far more."""
+    rows = pack(
+        [sample(i, n) for i, n in enumerate([40, 12, 12, 12, 12, 10])], row_tokens=60, balance_tokens=8
+    )
+    assert [row.num_tokens for row in rows] == [40, 58]
+
+
+def test_a_sample_longer_than_a_row_has_one_of_its_own() -> None:
+    rows = pack([sample(0, 3), sample(1, 50), sample(2, 4)], row_tokens=10)
+    assert [[int(i) for i in row.sample_index] for row in rows] == [[0, 2], [1]]
+
+
+def test_reference_logprobs_are_carried_only_when_complete() -> None:
+    samples = [sample(0, 4, ref=True), sample(1, 5, ref=True)]
+    (row,) = pack(samples, row_tokens=100)
+    assert row.ref_logprobs is not None
+    assert np.array_equal(row.ref_logprobs[4:], samples[1].ref_logprobs)
+    (row,) = pack([samples[0], sample(1, 5)], row_tokens=100)
+    assert row.ref_logprobs is None
+
+
+def test_impossible_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="row_tokens"):
+        pack([], row_tokens=0)

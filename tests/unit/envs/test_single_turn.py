@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.data.rendering import Renderer, make_char_tokenizer
+from headrace.envs.single_turn import SingleTurn
+from headrace.errors import TaskError
+from headrace.types import NO_KV, Completion, Sampling, Task, Turn
+
+
+class Parrot:
+    """A policy that answers with fixed token ids and remembers what it was asked."""
+
+    def __init__(self, answer_ids: list[int]) -> None:
+        self.answer_ids = answer_ids
+        self.asked: list[tuple[list[int], Sampling]] = []
+
+    async def sample(self, prompt_ids: np.ndarray, sampling: Sampling) -> Turn:
+        self.asked.append((prompt_ids.tolist(), sampling))
+        num_tokens = len(self.answer_ids)
+        completion = Completion(
+            token_ids=np.array(self.answer_ids, dtype=np.int32),
+            logprobs=np.zeros(num_tokens, dtype=np.float32),
+            versions=np.zeros(num_tokens, dtype=np.int32),
+            finish_reason="stop",
+            kv_versions=NO_KV,
+        )
+        return Turn(prompt_ids=prompt_ids, completion=completion, sampling=sampling, seed=1, engine="parrot")
+
+
+@pytest.fixture
+def renderer(tmp_path: Path) -> Renderer:
+    make_char_tokenizer(tmp_path, "abc")
+    return Renderer.from_directory(tmp_path)
+
+
+def test_one_turn_becomes_one_trajectory(renderer: Renderer) -> None:
+    policy = Parrot([6, 5, 2])
+    sampling = Sampling(max_tokens=8, stop_ids=renderer.stop_ids)
+    (trajectory,) = asyncio.run(SingleTurn(renderer, sampling).run(Task(id="t/0", prompt="ab"), policy))
+    assert policy.asked == [([4, 5], sampling)]
+    assert trajectory.text == "cb"
+    assert len(trajectory.turns) == 1
+    assert trajectory.turns[0].completion.token_ids.tolist() == [6, 5, 2]
+    assert trajectory.trainable
+    assert trajectory.rewards == {}
+
+
+@pytest.mark.parametrize(("max_context", "max_tokens"), [(3, 1), (9, 7), (10, 8), (100, 8)])
+def test_completion_is_cut_to_the_context(renderer: Renderer, max_context: int, max_tokens: int) -> None:
+    policy = Parrot([2])
+    environment = SingleTurn(renderer, Sampling(max_tokens=8), max_context)
+    asyncio.run(environment.run(Task(id="t/0", prompt="ab"), policy))
+    assert policy.asked[0][1] == Sampling(max_tokens=max_tokens)
+
+
+def test_prompt_that_fills_the_context_is_refused(renderer: Renderer) -> None:
+    policy = Parrot([2])
+    environment = SingleTurn(renderer, Sampling(max_tokens=8), 4)
+    with pytest.raises(TaskError, match=r"task t/7 has a prompt of 4 tokens.*context of 4: shorten"):
+        asyncio.run(environment.run(Task(id="t/7", prompt="abca"), policy))
+    assert policy.asked == []

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from headrace.errors import ConfigError
+from headrace.trainers.optim import build_adamw, check_schedule, rate_factor
+
+
+def test_schedules_warm_up_then_follow_their_curve() -> None:
+    def factors(schedule: str) -> list[float]:
+        return [rate_factor(s, schedule=schedule, warmup_steps=2, total_steps=6) for s in range(1, 8)]
+
+    assert factors("constant") == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert factors("linear") == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    cosine = [0.5, 1.0, *((1 + math.cos(math.pi * d)) / 2 for d in (0, 0.25, 0.5, 0.75, 1))]
+    assert factors("cosine") == pytest.approx(cosine)
+
+
+def test_schedules_that_cannot_be_followed_are_refused() -> None:
+    with pytest.raises(ConfigError, match="linear"):
+        check_schedule("step", warmup_steps=0, total_steps=None)
+    with pytest.raises(ConfigError, match="total_steps"):
+        check_schedule("linear", warmup_steps=5, total_steps=5)
+    with pytest.raises(ConfigError, match="warmup_steps"):
+        check_schedule("constant", warmup_steps=-1, total_steps=None)
+
+
+def test_only_matrices_decay() -> None:
+    module = nn.Linear(3, 2)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    optimizer = build_adamw(module, learning_rate=0.1, weight_decay=0.5)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(module.weight.detach(), before["weight"] * 0.95)
+    torch.testing.assert_close(module.bias.detach(), before["bias"])
