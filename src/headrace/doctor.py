@@ -20,16 +20,12 @@ from rich.table import Table
 
 from headrace import build
 from headrace.config import Settings
-from headrace.data.packing import pack
-from headrace.data.samples import build_samples
 from headrace.errors import HeadraceError
 from headrace.types import (
     NO_KV,
     Completion,
     Episode,
-    EpisodeGroup,
     Request,
-    Sample,
     Sampling,
     Task,
     Trajectory,
@@ -161,6 +157,9 @@ def _rewards(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
 
 def _agreement(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     """Engine and trainer must give the same log-probabilities for the same tokens."""
+    from headrace.models.loading import load_model
+    from headrace.trainers.agreement import trainer_logprobs
+
     sampling = build.sampling(settings, facts["renderer"])
     prompts = [facts["renderer"].prompt_ids(task) for task in facts["tasks"][:4]]
     requests = [
@@ -176,7 +175,13 @@ def _agreement(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
 
     completions = asyncio.run(sample())
     yield Finding(check="engine", verdict="ok", detail="agrees with a plain forward pass on a random prompt")
-    gap = _trainer_gap(settings, facts["told"]["model"], requests, completions)
+    model = load_model(facts["told"]["model"], device=build.device(settings.model.device))
+    gaps = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = np.concatenate([prompt, completion.token_ids])
+        logprobs = trainer_logprobs(model, ids, temperature=sampling.temperature, dtype=settings.model.dtype)
+        gaps.append(np.abs(logprobs[len(prompt) :] - completion.logprobs))
+    gap = np.concatenate(gaps)
     limit = MISMATCH[settings.model.dtype]
     fine = float(gap.mean()) <= limit
     advice = "" if fine else f", over {limit:g}: use model.dtype float32 or report the model"
@@ -185,32 +190,6 @@ def _agreement(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
         verdict="ok" if fine else "fail",
         detail=f"engine and trainer differ by {gap.mean():.1e} on average, {gap.max():.1e} at most{advice}",
     )
-
-
-def _trainer_gap(
-    settings: Settings, model_dir: str, requests: list[Request], completions: list[Completion]
-) -> np.ndarray:
-    """|engine - trainer| for every sampled token."""
-    import torch
-
-    from headrace.models.loading import load_model
-    from headrace.models.packed_attention import use_packed_attention
-    from headrace.trainers.logprobs import row_tensors, token_logprobs
-
-    model = load_model(model_dir, device=build.device(settings.model.device))
-    use_packed_attention(model)
-    turns = [
-        Turn(prompt_ids=r.prompt_ids, completion=c, sampling=r.sampling, seed=r.seed, engine="doctor")
-        for r, c in zip(requests, completions, strict=True)
-    ]
-    samples = [sample for turn in turns for sample in _as_samples(turn)]
-    dtype = torch.bfloat16 if settings.model.dtype == "bfloat16" else torch.float32
-    gaps = []
-    with torch.no_grad():
-        for row in pack(samples, row_tokens=settings.trainer.row_tokens):
-            logprobs, _ = token_logprobs(model, row_tensors(row, device=model.device), compute_dtype=dtype)
-            gaps.append(np.abs(logprobs.cpu().numpy() - row.behavior_logprobs[row.loss_mask]))
-    return np.concatenate(gaps)
 
 
 def _as_episode(task: Task, text: str) -> Episode:
@@ -225,13 +204,6 @@ def _as_episode(task: Task, text: str) -> Episode:
     sampling = Sampling(max_tokens=1)
     turn = Turn(prompt_ids=empty, completion=completion, sampling=sampling, seed=0, engine="doctor")
     return Episode(group=0, attempt=0, task=task, trajectories=(Trajectory(turns=(turn,), text=text),))
-
-
-def _as_samples(turn: Turn) -> tuple[Sample, ...]:
-    task = Task(id="doctor", prompt="")
-    episode = Episode(group=0, attempt=0, task=task, trajectories=(Trajectory(turns=(turn,), text=""),))
-    group = EpisodeGroup(group=0, task=task, episodes=(episode,), returns=(0.0,))
-    return build_samples(group, [0.0])
 
 
 _RUN_CHECKS = (

@@ -8,6 +8,7 @@ real runs, the event loop's clock under simulation.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,10 @@ CONTROLLER_ACTIVITIES = ("loading", "working", "waiting")
 
 
 class TimeLedger:
-    """Charges every moment of a worker's wall time to one activity."""
+    """Charges every moment of a worker's wall time to one activity.
+
+    A worker thread may switch while the event loop asks for a report, hence the lock.
+    """
 
     def __init__(
         self,
@@ -34,11 +38,12 @@ class TimeLedger:
         start: str = "loading",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        assert start in activities, start
         self._seconds = dict.fromkeys(activities, 0.0)
         self._clock = clock
         self._since = clock()
         self._current = start
-        assert start in self._seconds, start
+        self._lock = threading.Lock()
 
     @property
     def current(self) -> str:
@@ -46,10 +51,8 @@ class TimeLedger:
 
     def switch(self, activity: str) -> None:
         """End the current activity now and begin another."""
-        assert activity in self._seconds, f"unknown activity {activity!r}"
-        now = self._clock()
-        self._seconds[self._current] += now - self._since
-        self._since, self._current = now, activity
+        with self._lock:
+            self._charge({self._current: 1.0}, activity)
 
     @contextmanager
     def activity(self, activity: str) -> Iterator[None]:
@@ -63,13 +66,19 @@ class TimeLedger:
 
     def split(self, shares: Mapping[str, float], then: str) -> None:
         """End the current span and divide it by weight, for a pass that mixes two activities."""
+        with self._lock:
+            self._charge(shares, then)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by activity up to now; they sum to the worker's age."""
+        with self._lock:
+            self._charge({self._current: 1.0}, self._current)
+            return dict(self._seconds)
+
+    def _charge(self, shares: Mapping[str, float], then: str) -> None:
+        assert then in self._seconds, f"unknown activity {then!r}"
         now, total = self._clock(), sum(shares.values())
         assert total > 0, "a span must be charged to something"
         for activity, share in shares.items():
             self._seconds[activity] += (now - self._since) * share / total
         self._since, self._current = now, then
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds by activity up to now; they sum to the worker's age."""
-        self.switch(self._current)
-        return dict(self._seconds)

@@ -5,8 +5,8 @@ In: the returns of the attempts that are compared with each other. Out: float32 
 the one batch-wide step, ``whiten``, is applied to new samples when a batch is taken.
 
 GRPO: arXiv 2402.03300. Dr.GRPO: arXiv 2503.20783. RLOO: arXiv 2402.14740. REINFORCE++, with groups its
-baseline variant: arXiv 2501.03262; its per-token KL reward is left out, since KL is a term of the loss here. Soft overlong
-punishment: DAPO, arXiv 2503.14476.
+baseline variant: arXiv 2501.03262; its per-token KL reward is left out, since KL is a term of the loss
+here. Soft overlong punishment: DAPO, arXiv 2503.14476.
 """
 
 from __future__ import annotations

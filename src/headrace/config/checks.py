@@ -92,6 +92,11 @@ def _loss(s: Settings) -> Iterator[str]:
             "algo.correction is tis, but algo.loss = decoupled already weights by the ratio to the engine's "
             "policy: set algo.correction = none."
         )
+    if algo.loss == "gspo" and algo.correction == "tis":
+        yield (
+            "algo.correction is tis, which weights tokens, but algo.loss = gspo has one ratio for a sequence: "
+            "set algo.correction = none."
+        )
     if algo.overlong_buffer >= s.rollout.max_tokens:
         yield (
             f"algo.overlong_buffer is {algo.overlong_buffer}, which leaves no length unpunished: set it "

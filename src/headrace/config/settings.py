@@ -171,10 +171,10 @@ class AlgoSettings(Section):
     loss: Literal["ppo", "cispo", "gspo", "decoupled"] = "ppo"
     """`ppo` with the two clips below is also DAPO's; `decoupled` clips against the policy at the start of
     the step."""
-    clip_low: float = Field(0.2, ge=0)
-    """Clips the probability ratio at 1 minus this; `gspo` wants about 3e-4."""
-    clip_high: float = Field(0.28, ge=0)
-    """Clips the probability ratio at 1 plus this; `gspo` wants about 4e-4, `cispo` about 5."""
+    clip_low: float | None = Field(None, ge=0)
+    """Clips the probability ratio at 1 minus this; not set: 0.2, for `gspo` 3e-4, for `cispo` 1 (no clip)."""
+    clip_high: float | None = Field(None, ge=0)
+    """Clips the probability ratio at 1 plus this; not set: 0.28, for `gspo` 4e-4, for `cispo` 5."""
     aggregation: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
     ] = "token-mean"

@@ -5,11 +5,13 @@ shuffled blocks, two chunks and a decode row. It refuses by name a model whose a
 exactly once a layer (linear or convolutional layers, models outside the attention interface) or whose
 log-probabilities differ (chunked attention, ALiBi, an option that is not honoured).
 
-``stable_rows`` finds how many rows a matrix product needs on this machine before a row's result stops
-depending on their number.
+It then tries out how matrix products and attention round on this machine (``ModelFacts``).
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,16 +19,28 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from headrace.engines.passes import ForwardPass
 from headrace.errors import ModelError
-from headrace.models.paged_attention import PAGED, KvTensors, register
+from headrace.models.paged_attention import PAGED, KvTensors, LayerCall, register
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 _LONGEST_PROBE = 1100
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _ROW_CHOICES = (4, 8, 16, 32, 64)
 _WIDE_ROWS = 128
+_LONGEST_PADDING = 1536
+_NUM_PASSES = 3
 
 
-def check_model(model: PreTrainedModel, *, block_size: int) -> None:
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What bit-identical results need of the passes of a model on this machine."""
+
+    min_rows: int
+    """Rows a pass is padded to: from there on a row's products do not depend on how many there are."""
+    trims: bool
+    """Whether attention gives the same bits however far the key-value length is padded."""
+
+
+def check_model(model: PreTrainedModel, *, block_size: int) -> ModelFacts:
     """Switch the model to paged attention, or raise ModelError and say what stands in the way."""
     config, name = model.config.get_text_config(), type(model).__name__
     _check_layer_kinds(config, name)
@@ -39,8 +53,9 @@ def check_model(model: PreTrainedModel, *, block_size: int) -> None:
     if model.config._attn_implementation != PAGED:
         raise ModelError(f"{name} does not use transformers' attention interface; choose another model.")
     got, calls = _paged_logits(model, token_ids, block_size)
-    wrong = [i for i in range(config.num_hidden_layers) if calls.get(i) != 3]
-    if wrong or len(calls) != config.num_hidden_layers:
+    counts = Counter(call.layer for call in calls)
+    wrong = [layer for layer in range(config.num_hidden_layers) if counts[layer] != _NUM_PASSES]
+    if wrong or len(counts) != config.num_hidden_layers:
         raise ModelError(
             f"{name} mixes tokens outside the attention interface (layers {wrong[:4]}); choose a model whose "
             "every layer is softmax attention."
@@ -51,12 +66,35 @@ def check_model(model: PreTrainedModel, *, block_size: int) -> None:
             f"{name} computed with paged attention differs from a plain forward by {error:.2g} in a "
             "log-probability, so it uses something the engine lacks; choose another model."
         )
-
-
-def stable_rows(model: PreTrainedModel) -> int:
-    """Rows to pad a pass to; 4 where bits depend on the device anyway."""
     if model.device.type != "cpu" or model.dtype != torch.float32:
-        return _ROW_CHOICES[0]
+        return ModelFacts(min_rows=_ROW_CHOICES[0], trims=True)
+    kinds = {call._replace(layer=0) for call in calls}
+    return ModelFacts(min_rows=_stable_rows(model), trims=all(_length_is_free(kind) for kind in kinds))
+
+
+def _length_is_free(call: LayerCall) -> bool:
+    """Whether padding a row's keys and values further leaves the bits of its attention alone."""
+    if not call.fused:
+        return False
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn((1, 1, call.heads_per_kv, call.key_dim), generator=generator)
+    key = torch.randn((1, 1, _LONGEST_PADDING, call.key_dim), generator=generator)
+    value = torch.randn((1, 1, _LONGEST_PADDING, call.value_dim), generator=generator)
+    mask = torch.full((1, 1, 1, _LONGEST_PADDING), float("-inf"))
+    for length in (5, 37, 130, 300, 450, 700, 1000):
+        mask[..., :length] = 0.0
+        outputs = [
+            torch.nn.functional.scaled_dot_product_attention(
+                query, key[:, :, :padded], value[:, :, :padded], attn_mask=mask[..., :padded]
+            )
+            for padded in range(-(-length // 8) * 8, _LONGEST_PADDING + 1, 56)
+        ]
+        if not all(torch.equal(output, outputs[0]) for output in outputs):
+            return False
+    return True
+
+
+def _stable_rows(model: PreTrainedModel) -> int:
     shapes = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     return max((_stable_rows_for(*shape) for shape in shapes), default=_ROW_CHOICES[0])
 
@@ -95,7 +133,7 @@ def _probe_tokens(config: PretrainedConfig) -> torch.Tensor:
 
 def _paged_logits(
     model: PreTrainedModel, token_ids: torch.Tensor, block_size: int
-) -> tuple[torch.Tensor, dict[int, int]]:
+) -> tuple[torch.Tensor, list[LayerCall]]:
     """All logits in two chunks and one decode row, over blocks in reverse order."""
     length = len(token_ids)
     num_blocks = -(-length // block_size) + 1
@@ -105,14 +143,13 @@ def _paged_logits(
     table = np.zeros(forward.num_table_entries(length), dtype=np.int64)
     table[: num_blocks - 1] = np.arange(num_blocks - 1, 0, -1)
     ids, cut = token_ids.numpy(), length // 2
-    logits, calls = [], dict[int, int]()
-    for start, stop in ((0, cut), (cut, length - 1), (length - 1, length)):
-        rows = forward.rows()
-        if stop - start == 1:
-            rows.add_decode(ids[start:stop], np.array([start]), table[None])
-        else:
-            rows.add_chunk(ids[start:stop], start, table)
-        part, seen = forward.traced_logits(rows, np.arange(stop - start))
+    parts = [forward.rows() for _ in range(_NUM_PASSES)]
+    parts[0].add_chunk(ids[:cut], 0, table)
+    parts[1].add_chunk(ids[cut:-1], cut, table)
+    parts[2].add_each(ids[-1:], np.array([length - 1]), table[None])
+    logits, calls = [], []
+    for rows in parts:
+        part, seen = forward.traced_logits(rows, np.arange(rows.num_rows))
         logits.append(part)
-        calls = {layer: calls.get(layer, 0) + count for layer, count in seen.items()}
+        calls += seen
     return torch.cat(logits), calls

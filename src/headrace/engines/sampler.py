@@ -31,8 +31,8 @@ class SamplerRows:
     top_p: np.ndarray
     min_p: np.ndarray
     """float32 [R] both."""
-    seed: np.ndarray
-    """int64 [R]."""
+    seed_key: np.ndarray
+    """uint64 [R], ``noise.seed_key`` of each request's seed."""
     position: np.ndarray
     """int64 [R], index of the token within the completion."""
 
@@ -54,15 +54,16 @@ def sample(logits_RV: torch.Tensor, rows: SamplerRows) -> Drawn:
     kept: dict[int, np.ndarray] = {}
     if cut_R.any():
         scaled_RV, kept = _truncate(scaled_RV, rows, np.flatnonzero(cut_R))
-    scores_RV = scaled_RV
+    logprobs_RV = torch.log_softmax(scaled_RV, dim=-1)
+    scores_RV = logprobs_RV
     if not greedy_R.all():
-        noise_RV = exponential(row_keys(rows.seed, rows.position), logits_RV.shape[1], logits_RV.device)
+        noise_RV = exponential(row_keys(rows.seed_key, rows.position), logits_RV.shape[1], logits_RV.device)
         noise_RV.log_()
         if greedy_R.any():
             noise_RV[torch.from_numpy(greedy_R).to(noise_RV.device)] = 0.0
-        scores_RV = scaled_RV - noise_RV
+        scores_RV = torch.sub(logprobs_RV, noise_RV, out=noise_RV)
     drawn_R1 = scores_RV.argmax(dim=-1, keepdim=True)
-    logprobs_R = (scaled_RV.gather(1, drawn_R1).squeeze(1) - scaled_RV.logsumexp(dim=-1)).cpu().numpy()
+    logprobs_R = logprobs_RV.gather(1, drawn_R1).squeeze(1).cpu().numpy()
     if greedy_R.any():
         logprobs_R = np.where(greedy_R, np.float32(0.0), logprobs_R)
     return Drawn(drawn_R1.squeeze(1).cpu().numpy(), logprobs_R, kept)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace.engines.noise import seed_key
 from headrace.models.paged_attention import padded_length
 from headrace.types import NO_KV, Completion, FinishReason, Request, SamplingMask
 
@@ -86,13 +87,16 @@ class SlotTable:
         self.top_k = np.zeros(num_slots, dtype=np.int64)
         self.top_p = np.ones(num_slots, dtype=np.float32)
         self.min_p = np.zeros(num_slots, dtype=np.float32)
-        self.seed = np.zeros(num_slots, dtype=np.uint64)
+        self.seed_key = np.zeros(num_slots, dtype=np.uint64)
         self.stop_ids = np.full((num_slots, 1), _NO_TOKEN, dtype=np.int64)
         self.token_ids = np.zeros((num_slots, 0), dtype=np.int32)
         self.logprobs = np.zeros((num_slots, 0), dtype=np.float32)
         self.versions = np.zeros((num_slots, 0), dtype=np.int32)
         self.row_versions = np.zeros((num_slots, 0), dtype=np.int32)
         self.blocks = np.zeros((num_slots, 0), dtype=np.int64)
+        self.tenant = np.zeros(num_slots, dtype=np.int64)
+        """Counts placements, so that one occupant of a slot can be told from the next."""
+        self._num_placed = 0
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -105,11 +109,13 @@ class SlotTable:
         sampling, start = sequence.request.sampling, sequence.num_prompt
         self._widen(sequence.limit, len(sampling.stop_ids))
         length = len(sequence.token_ids)
+        self._num_placed += 1
+        self.tenant[slot] = self._num_placed
         self.length[slot], self.computed[slot] = length, 0
         self.num_prompt[slot], self.limit[slot], self.reported[slot] = start, sequence.limit, length
         self.temperature[slot], self.top_k[slot] = sampling.temperature, sampling.top_k
         self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
-        self.seed[slot] = sequence.request.seed % 2**64
+        self.seed_key[slot] = seed_key(sequence.request.seed)
         self.stop_ids[slot] = _NO_TOKEN
         self.stop_ids[slot, : len(sampling.stop_ids)] = sampling.stop_ids
         self.token_ids[slot, :length] = sequence.token_ids

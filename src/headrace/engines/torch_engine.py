@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from headrace.engines.checks import check_model, stable_rows
+from headrace.engines.checks import check_model
 from headrace.engines.kv_cache import BlockPool
-from headrace.engines.passes import ForwardPass
+from headrace.engines.lanes import Lanes
+from headrace.engines.passes import ForwardPass, Rows
 from headrace.engines.sampler import Drawn, SamplerRows, sample
-from headrace.engines.scheduler import Scheduler, Work
+from headrace.engines.scheduler import Chunk, Scheduler, Work
 from headrace.engines.sequences import Sequence, SlotTable, new_sequence, resting_completion
 from headrace.errors import TaskError
 from headrace.models.paged_attention import KvTensors
@@ -34,6 +35,11 @@ from headrace.types import Completion, FinishReason, Request, TensorBlob
 
 _USUAL_TOKENS = 512
 """Tokens a running sequence is given room for when ``kv_tokens`` is not set."""
+
+_SHORT_CHUNK = 64
+"""Prompt chunks that end before this position are computed row by row, together with others."""
+_RESIDENT_BYTES = 512 * 2**20
+"""Memory for the dense copies of decoding rows; longer rows collect their blocks in every pass."""
 
 
 class TorchEngine:
@@ -65,9 +71,12 @@ class TorchEngine:
         self.limit_tokens = min(context, self._pool.capacity * block_size)
         self._table = SlotTable(max_running, block_size)
         self._scheduler = Scheduler(self._pool, self._table, prefill_tokens)
-        kv = KvTensors(num_blocks=self._pool.num_blocks, block_size=block_size)
-        check_model(model, block_size=block_size)
-        self._pass = ForwardPass(model, kv, limit_tokens=self.limit_tokens, min_rows=stable_rows(model))
+        self._kv = KvTensors(num_blocks=self._pool.num_blocks, block_size=block_size)
+        self._lanes = Lanes(max_running)
+        facts = check_model(model, block_size=block_size)
+        self._pass = ForwardPass(
+            model, self._kv, limit_tokens=self.limit_tokens, min_rows=facts.min_rows, trims=facts.trims
+        )
         self._live: dict[str, Sequence] = {}
         self._done: list[tuple[str, Completion]] = []
 
@@ -171,24 +180,64 @@ class TorchEngine:
         }
 
     def _compute(self, work: Work) -> list[tuple[str, Completion]]:
-        table, rows = self._table, self._pass.rows()
-        positions = table.computed[work.decode]
-        sampled_slots, wanted = work.decode, np.arange(len(work.decode))
-        if len(work.decode):
-            tokens = table.token_ids[work.decode, positions]
-            order = rows.add_decode(tokens, positions, table.blocks[work.decode])
-            sampled_slots = work.decode[order]
-        table.row_versions[work.decode, positions] = self.version
-        table.computed[work.decode] += 1
+        rows = self._pass.rows()
+        sampled, wanted = self._add_decoding(rows, work.decode)
+        short = [chunk for chunk in work.chunks if chunk.stop <= _SHORT_CHUNK]
+        if short:
+            for chunk, last in zip(short, self._add_short(rows, short), strict=True):
+                if chunk.stop == self._table.length[chunk.sequence.slot]:
+                    sampled.append(chunk.sequence.slot)
+                    wanted.append(last)
         for chunk in work.chunks:
             slot = chunk.sequence.slot
-            rows.add_chunk(table.token_ids[slot, chunk.start : chunk.stop], chunk.start, table.blocks[slot])
-            table.row_versions[slot, chunk.start : chunk.stop] = self.version
-            table.computed[slot] = chunk.stop
-            if chunk.stop == table.length[slot]:
-                sampled_slots, wanted = np.append(sampled_slots, slot), np.append(wanted, rows.num_rows - 1)
-        logits_RV = self._pass.logits(rows, wanted)
-        return self._book(sampled_slots, logits_RV) if len(wanted) else []
+            if chunk.stop > _SHORT_CHUNK:
+                tokens = self._table.token_ids[slot, chunk.start : chunk.stop]
+                rows.add_chunk(tokens, chunk.start, self._table.blocks[slot])
+                if chunk.stop == self._table.length[slot]:
+                    sampled.append(slot)
+                    wanted.append(rows.num_rows - 1)
+            self._table.row_versions[slot, chunk.start : chunk.stop] = self.version
+            self._table.computed[slot] = chunk.stop
+        logits_RV = self._pass.logits(rows, np.array(wanted, dtype=np.int64))
+        return self._book(np.array(sampled, dtype=np.int64), logits_RV) if sampled else []
+
+    def _add_decoding(self, rows: Rows, slots: np.ndarray) -> tuple[list[int], list[int]]:
+        """Add the decoding slots; returns them in the order of their rows, and those rows."""
+        table = self._table
+        ordered: list[int] = []
+        wanted: list[int] = []
+        if not len(slots):
+            return ordered, wanted
+        lengths = self._pass.padded[table.computed[slots] + 1]
+        resident = lengths <= self._resident_length()
+        dense = slots[resident]
+        for lane in self._lanes.arrange(dense, table.tenant[dense], lengths[resident]):
+            at = table.computed[lane.slots]
+            rows.add_lane(lane, table.token_ids[lane.slots, at], at, table.blocks[lane.slots])
+            ordered += lane.slots.tolist()
+        wanted += range(len(ordered))
+        rest = slots[~resident]
+        if len(rest):
+            at = table.computed[rest]
+            wanted += rows.add_each(table.token_ids[rest, at], at, table.blocks[rest]).tolist()
+            ordered += rest.tolist()
+        table.row_versions[slots, table.computed[slots]] = self.version
+        table.computed[slots] += 1
+        return ordered, wanted
+
+    def _add_short(self, rows: Rows, chunks: list[Chunk]) -> list[int]:
+        """Short chunks of many sequences share calls; returns where the last row of each is."""
+        table = self._table
+        counts = [chunk.stop - chunk.start for chunk in chunks]
+        slots = np.repeat([chunk.sequence.slot for chunk in chunks], counts)
+        positions = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+        where = rows.add_each(table.token_ids[slots, positions], positions, table.blocks[slots])
+        return where[np.cumsum(counts) - 1].tolist()
+
+    def _resident_length(self) -> int:
+        """The longest padded length whose rows get a dense copy within the memory allowed for it."""
+        # Lanes keep their memory; two to the octave, they add up to under four times the longest.
+        return _RESIDENT_BYTES // (4 * max(1, self._kv.row_bytes) * len(self._table.length))
 
     def _book(self, slots: np.ndarray, logits_RV: torch.Tensor) -> list[tuple[str, Completion]]:
         """Sample a token for each slot, write it down, and take out what is finished."""
@@ -198,7 +247,7 @@ class TorchEngine:
             top_k=table.top_k[slots],
             top_p=table.top_p[slots],
             min_p=table.min_p[slots],
-            seed=table.seed[slots],
+            seed_key=table.seed_key[slots],
             position=table.length[slots] - table.num_prompt[slots],
         )
         with torch.inference_mode():

@@ -14,8 +14,9 @@ length, H query heads, K key-value heads, G = H / K, D head dim, W = key and val
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -52,6 +53,11 @@ class KvTensors:
         self._layers: dict[int, torch.Tensor] = {}
         self._scratch: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes one token takes over all layers that have been written."""
+        return sum(pool.shape[2] * pool.element_size() for pool in self._layers.values())
+
     def write(self, layer: int, slots_T: torch.Tensor, rows_TW: torch.Tensor) -> None:
         pool_BSW = self._layers.get(layer)
         if pool_BSW is None:
@@ -75,22 +81,16 @@ class KvTensors:
 
 
 @dataclass(slots=True)
-class RowGroup:
-    """Rows of the pass that are attended in one call."""
+class Masks:
+    """Additive masks [N, 1, 1, L] of one group of rows by window, each made once a pass."""
 
-    rows: slice
-    blocks: torch.Tensor
-    """int64 [tables * L / S], block ids in order of position; one table a row, or one for all rows."""
-    num_tables: int
-    kv_length: int
-    """L, the same for every row of the group."""
     positions: torch.Tensor
     """int64 [N]."""
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
-    """Additive masks [N, 1, 1, L] by window, made once a pass."""
+    kv_length: int
+    _made: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        mask = self.masks.get(window)
+    def get(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        mask = self._made.get(window)
         if mask is None:
             kv_L = torch.arange(self.kv_length, device=self.positions.device)
             hidden_NL = kv_L > self.positions.unsqueeze(1)
@@ -98,8 +98,44 @@ class RowGroup:
                 hidden_NL |= kv_L <= (self.positions - window).unsqueeze(1)
             mask = torch.zeros(hidden_NL.shape, dtype=dtype, device=kv_L.device)
             mask = mask.masked_fill_(hidden_NL, float("-inf")).view(-1, 1, 1, self.kv_length)
-            self.masks[window] = mask
+            self._made[window] = mask
         return mask
+
+
+class RowGroup(Protocol):
+    """Rows of the pass that are attended in one call: all of one padded length L."""
+
+    rows: slice
+    masks: Masks
+
+    def read(self, kv: KvTensors, layer: int, rows_TW: torch.Tensor) -> torch.Tensor:
+        """Keys and values [N or 1, L, W] of the group, ``rows_TW`` being what this pass just wrote."""
+        ...
+
+
+@dataclass(slots=True)
+class BlockGroup:
+    """Rows whose keys and values are collected from their blocks."""
+
+    rows: slice
+    masks: Masks
+    blocks: torch.Tensor
+    """int64 [tables * L / S], block ids in order of position; one table a row, or one for all rows."""
+    num_tables: int
+
+    def read(self, kv: KvTensors, layer: int, rows_TW: torch.Tensor) -> torch.Tensor:
+        return kv.read(layer, self.blocks).view(self.num_tables, self.masks.kv_length, -1)
+
+
+class LayerCall(NamedTuple):
+    """One layer's attention as it was asked for."""
+
+    layer: int
+    heads_per_kv: int
+    key_dim: int
+    value_dim: int
+    fused: bool
+    """True when torch's own attention function computed it."""
 
 
 @dataclass(slots=True)
@@ -109,11 +145,11 @@ class PagedPlan:
     kv: KvTensors
     slots: torch.Tensor
     """int64 [T], block id * S + row within the block."""
-    groups: list[RowGroup]
+    groups: Sequence[RowGroup]
     num_rows: int
     """Rows that mean something; the rest of T is padding and attends to nothing."""
-    calls: dict[int, int] = field(default_factory=dict)
-    """How often each layer was computed here, for the start-up check."""
+    calls: list[LayerCall] = field(default_factory=list)
+    """What was computed here, for the start-up check."""
 
 
 def paged_attention(
@@ -139,9 +175,10 @@ def paged_attention(
     if position_bias is not None:
         raise ModelError(f"{type(module).__name__} adds a position bias, which paged attention lacks.")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    paged_plan.calls[layer] = paged_plan.calls.get(layer, 0) + 1
     _, num_kv_heads, num_rows, key_dim = key.shape
-    value_dim = value.shape[-1]
+    value_dim, heads_per_kv = value.shape[-1], query.shape[1] // num_kv_heads
+    fused = softcap is None and s_aux is None
+    paged_plan.calls.append(LayerCall(layer, heads_per_kv, key_dim, value_dim, fused))
     rows_TW = torch.cat(
         (
             key[0].transpose(0, 1).reshape(num_rows, num_kv_heads * key_dim),
@@ -150,49 +187,58 @@ def paged_attention(
         dim=1,
     )
     paged_plan.kv.write(layer, paged_plan.slots, rows_TW)
-    out_THD = query.new_zeros((num_rows, query.shape[1], value_dim))
     query_TKGD = query[0].transpose(0, 1).reshape(num_rows, num_kv_heads, -1, key_dim)
-    out_TKGD = out_THD.view(num_rows, num_kv_heads, -1, value_dim)
+    options = _Options(sliding_window, scaling, softcap, s_aux)
+    outputs = []
     for group in paged_plan.groups:
-        kv_LW = paged_plan.kv.read(layer, group.blocks).view(group.num_tables, group.kv_length, -1)
+        kv_NLW = group.read(paged_plan.kv, layer, rows_TW)
         split = num_kv_heads * key_dim
-        key_NKLD = kv_LW[..., :split].unflatten(-1, (num_kv_heads, key_dim)).transpose(1, 2)
-        value_NKLD = kv_LW[..., split:].unflatten(-1, (num_kv_heads, value_dim)).transpose(1, 2)
-        mask = group.mask(sliding_window, query.dtype)
-        out_TKGD[group.rows] = _attend(
-            query_TKGD[group.rows], key_NKLD, value_NKLD, mask, scaling=scaling, softcap=softcap, sinks=s_aux
-        )
-    return out_THD.unsqueeze(0), None
+        num_tables, kv_length, _ = kv_NLW.shape
+        key_NKLD = kv_NLW[..., :split].view(num_tables, kv_length, num_kv_heads, key_dim).transpose(1, 2)
+        value_NKLD = kv_NLW[..., split:].view(num_tables, kv_length, num_kv_heads, value_dim).transpose(1, 2)
+        outputs.append(_attend(query_TKGD[group.rows], key_NKLD, value_NKLD, group.masks, options))
+    if num_rows > paged_plan.num_rows:
+        outputs.append(outputs[0].new_zeros((num_rows - paged_plan.num_rows, *outputs[0].shape[1:])))
+    out_TKGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return out_TKGD.reshape(1, num_rows, query.shape[1], value_dim), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What a layer asks of its attention."""
+
+    window: int | None
+    scaling: float | None
+    softcap: float | None
+    sinks: torch.Tensor | None
 
 
 def _attend(
     query_NKGD: torch.Tensor,
     key_NKLD: torch.Tensor,
     value_NKLD: torch.Tensor,
-    mask_N11L: torch.Tensor,
-    *,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    masks: Masks,
+    options: _Options,
 ) -> torch.Tensor:
-    """Query heads that share a key-value head are computed together, as the rows of one small product."""
+    """[N, K, G, D]. Query heads that share a key-value head are the rows of one small product."""
     num_rows = query_NKGD.shape[0]
+    mask_N11L = masks.get(options.window, query_NKGD.dtype)
     key_NKLD = key_NKLD.expand(num_rows, -1, -1, -1)
     value_NKLD = value_NKLD.expand(num_rows, -1, -1, -1)
-    if softcap is None and sinks is None:
+    if options.softcap is None and options.sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(
-            query_NKGD, key_NKLD, value_NKLD, attn_mask=mask_N11L, scale=scaling
+            query_NKGD, key_NKLD, value_NKLD, attn_mask=mask_N11L, scale=options.scaling
         )
-    scale = query_NKGD.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query_NKGD.shape[-1] ** -0.5 if options.scaling is None else options.scaling
     scores_NKGL = torch.matmul(query_NKGD, key_NKLD.transpose(2, 3)) * scale
-    if softcap is not None:
-        scores_NKGL = torch.tanh(scores_NKGL / softcap) * softcap
+    if options.softcap is not None:
+        scores_NKGL = torch.tanh(scores_NKGL / options.softcap) * options.softcap
     scores_NKGL = (scores_NKGL + mask_N11L).float()
-    if sinks is None:
+    if options.sinks is None:
         weights = torch.softmax(scores_NKGL, dim=-1)
     else:
         # A sink is one more score that takes probability and has no value.
-        sink = sinks.float().view(1, *query_NKGD.shape[1:3], 1).expand(num_rows, -1, -1, 1)
+        sink = options.sinks.float().view(1, *query_NKGD.shape[1:3], 1).expand(num_rows, -1, -1, 1)
         weights = torch.softmax(torch.cat((scores_NKGL, sink), dim=-1), dim=-1)[..., :-1]
     return torch.matmul(weights.to(value_NKLD.dtype), value_NKLD)
 

@@ -48,7 +48,7 @@ def plain_logprobs(model: PreTrainedModel, token_ids: np.ndarray) -> torch.Tenso
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
-def probe_sample(token_ids: np.ndarray) -> Sample:
+def probe_sample(token_ids: np.ndarray, *, temperature: float = 1.0) -> Sample:
     """A sample whose every predicted token counts."""
     num_tokens = token_ids.shape[0]
     return Sample(
@@ -59,6 +59,6 @@ def probe_sample(token_ids: np.ndarray) -> Sample:
         behavior_logprobs=np.zeros(num_tokens, dtype=np.float32),
         versions=np.zeros(num_tokens, dtype=np.int32),
         advantages=np.zeros(num_tokens, dtype=np.float32),
-        temperature=1.0,
+        temperature=temperature,
         kv_versions=NO_KV,
     )

@@ -1,0 +1,109 @@
+"""Whole runs with the real engine and trainer, in one process, on the demo's tiny model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import headrace
+from headrace import demo
+from headrace.runtime.pipeline import Pipeline
+
+SMALL = {
+    "run.steps": 6,
+    "run.launcher": "inline",
+    "run.console": "off",
+    "run.checkpoint_every": 2,
+    "run.name": "run",
+    "rollout.group_size": 4,
+    "rollout.groups_per_step": 2,
+    "warm_start.steps": 10,
+}
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return {**demo.prepare(tmp_path), **SMALL}
+
+
+def train(settings, **more):
+    return headrace.train(tasks=demo.tasks(64), reward=demo.exact, settings=settings, **more)
+
+
+@pytest.mark.parametrize("mode", ["never", "drain", "abort", "block"])
+def test_every_interrupt_mode_trains_every_attempt_within_the_lag(settings, mode):
+    result = train({**settings, "weights.mode": mode, "rollout.max_lag": 2})
+    attempts = result.summary.attempts
+    assert attempts["trained"] == 6 * 2 * 4 == sum(attempts.values())
+    assert sum(result.summary.tokens.values()) == result.summary.tokens["trained"]
+
+
+def test_checkpoints_load_with_from_pretrained(settings):
+    result = train(settings)
+    model = AutoModelForCausalLM.from_pretrained(result.model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(result.model_dir)
+    saved = load_file(result.model_dir / "model.safetensors")
+    for name, tensor in saved.items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    assert tokenizer.decode(tokenizer("abc>")["input_ids"]) == "abc>"
+
+
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_a_run_that_dies_is_resumed_and_at_lag_0_ends_in_the_same_weights(settings, monkeypatch, max_lag):
+    settings = {**settings, "rollout.max_lag": max_lag}
+    whole = train({**settings, "run.name": "whole"})
+
+    class Killed(BaseException):
+        pass
+
+    after = Pipeline._step
+
+    async def dies(self, groups):
+        result = await after(self, groups)
+        if result.step == 5:
+            raise Killed
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipeline, "_step", dies)
+        with pytest.raises(Killed):
+            train(settings)
+    resumed = headrace.train(tasks=demo.tasks(64), reward=demo.exact, resume="runs/run")
+    assert resumed.num_steps == 6
+    assert resumed.summary.attempts["trained"] == 6 * 2 * 4 == sum(resumed.summary.attempts.values())
+    if max_lag == 0:
+        expected = load_file(whole.model_dir / "model.safetensors")
+        for name, tensor in load_file(resumed.model_dir / "model.safetensors").items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_evaluation_repeats_exactly(settings):
+    result = train(settings)
+    arguments = {
+        "model": result.model_dir,
+        "tasks": demo.tasks(16),
+        "reward": demo.exact,
+        "settings": {"rollout.max_tokens": 8, "rollout.temperature": 0.0},
+        "num_tasks": 8,
+    }
+    first, second = headrace.evaluate(**arguments), headrace.evaluate(**arguments)
+    assert first == second
+    assert first.num_tasks == 8
+    assert 0.0 <= first.mean_return <= 1.0
+
+
+def test_warm_start_lowers_the_loss_and_writes_a_model_with_its_tokenizer(settings, tmp_path):
+    losses = headrace.warm_start(
+        model=settings["model.path"],
+        examples=demo.tasks(256),
+        output=tmp_path / "started",
+        steps=12,
+        learning_rate=3e-3,
+    )
+    assert len(losses) == 12
+    assert np.mean(losses[-3:]) < 0.8 * losses[0]
+    assert AutoTokenizer.from_pretrained(tmp_path / "started").eos_token == "<eos>"

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import json
+
+from headrace import demo, doctor
+from headrace.config import from_dict
+
+
+def good(tmp_path, **changes):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in demo.tasks(8)))
+    values = {
+        "model.path": demo.prepare(tmp_path)["model.path"],
+        "rollout.max_tokens": 8,
+        "tasks.source": str(tasks),
+        "reward.functions": ["headrace.demo:exact"],
+    }
+    return from_dict({**values, **changes})
+
+
+def test_a_sound_run_passes_every_check(tmp_path):
+    findings = doctor.examine(good(tmp_path))
+    assert [f for f in findings if f.verdict == "fail"] == []
+    named = {finding.check: finding.detail for finding in findings}
+    assert "gold answers earn 1.000, empty ones 0.000" in named["reward exact"]
+    assert "engine and trainer differ by" in named["log-probabilities"]
+
+
+def constant(completions):
+    return [1.0] * len(completions)
+
+
+def test_a_reward_that_cannot_tell_right_from_empty_is_found(tmp_path):
+    findings = doctor.examine(good(tmp_path, **{"reward.functions": [f"{__file__}:constant"]}))
+    (finding,) = [f for f in findings if f.verdict == "fail"]
+    assert finding.check == "reward constant"
+    assert "cannot tell them apart" in finding.detail
+
+
+def test_a_missing_model_is_a_finding_not_a_traceback(tmp_path):
+    findings = doctor.examine(good(tmp_path, **{"model.path": "./nowhere"}))
+    assert findings[-1].verdict == "fail"
+    assert "model.path" in findings[-1].detail
