@@ -130,8 +130,8 @@ async def main(options: argparse.Namespace) -> int:
             run_dir=options.run_dir,
             sink=LineSink(),
         )
-        say("started")
         with stop_on_signal(pipeline) if options.interruptible else contextlib.nullcontext():
+            say("started")
             state = await pipeline.run()
         counters = [(await engine.status()).counters for engine in cluster.engines]
     finally:
