@@ -174,7 +174,8 @@ async def _train(
                 tasks=source,
                 run_dir=directory.path,
                 sink=sink,
-                own_status=loop.status,
+                # Inline, the engine and the trainer run on this loop too: its time is theirs.
+                own_status=loop.status if settings.run.launcher == "local" else None,
             )
             start = {"steps": settings.run.steps, "run_dir": str(directory.path)}
             sink.emit("run.start", {**start, **pipeline.books()})

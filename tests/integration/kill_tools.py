@@ -15,6 +15,11 @@ from headrace.weights.segment_directory import process_start, segment_root
 DEADLINE_S = 60.0
 
 
+def vowels(completions: list[str]) -> list[float]:
+    """A reward that differs between the answers of an untrained model, so that steps move the weights."""
+    return [float(sum(text.count(vowel) for vowel in "aei")) for text in completions]
+
+
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
@@ -50,7 +55,11 @@ class Life:
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "PYTHONUNBUFFERED": "1",
+                },
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,

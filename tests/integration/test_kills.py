@@ -11,8 +11,7 @@ import pytest
 from kill_program import GROUP_SIZE, GROUPS_PER_STEP, INTERRUPTED
 from kill_tools import Life, segment_directories
 
-from headrace import wire
-from headrace.runtime.checkpoint import STATE_FILE
+from headrace.runtime.checkpoint import CheckpointStore, recover
 from headrace.runtime.ledger import LIVE_STATES
 from headrace.runtime.state import RunState
 
@@ -33,16 +32,23 @@ def said(kind: str):
     return lambda line: line.split(" ", 1)[0].strip() == kind
 
 
-def last_checkpoint(run_dir: Path) -> tuple[RunState, dict[str, int]]:
-    """The controller's state and what the restored weights were trained on."""
-    directory = max((run_dir / "checkpoints").glob("step-*"))
-    state = RunState.restore(wire.decode((directory / STATE_FILE).read_bytes()))
-    return state, json.loads((directory / "counts.json").read_text())["counts"]
+def saved_state(run_dir: Path) -> RunState:
+    """What a run that was stopped in order has saved: no step is left to be trained again."""
+    recovery = recover(CheckpointStore(run_dir, keep=2))
+    assert recovery.batches == ()
+    return recovery.state
 
 
-def check_books(run_dir: Path, *, steps: int) -> RunState:
+def trained_attempts(run_dir: Path) -> dict[str, int]:
+    """What the newest weights say they were trained on: times by ``group/attempt``."""
+    checkpoint = recover(CheckpointStore(run_dir, keep=2)).checkpoint
+    assert checkpoint is not None
+    return json.loads((checkpoint / "counts.json").read_text())["counts"]
+
+
+def check_books(run_dir: Path, *, steps: int) -> None:
     """Each attempt that was admitted is in the weights exactly once, or was dropped with its whole group."""
-    state, counts = last_checkpoint(run_dir)
+    state, counts = saved_state(run_dir), trained_attempts(run_dir)
     assert state.step == steps
     assert set(counts.values()) == {1}
     trained = {int(key.split("/")[0]) for key in counts}
@@ -56,7 +62,6 @@ def check_books(run_dir: Path, *, steps: int) -> RunState:
     assert attempts["trained"] == len(counts)
     dropped = sum(number for name, number in attempts.items() if name.startswith("dropped:"))
     assert dropped == (state.next_group - len(trained)) * GROUP_SIZE
-    return state
 
 
 def killed_life(run_dir: Path, draw: random.Random) -> int:
@@ -84,7 +89,7 @@ def killed_life(run_dir: Path, draw: random.Random) -> int:
 def test_twenty_kills_lose_nothing_and_count_nothing_twice(tmp_path):
     run_dir, draw = tmp_path / "run", random.Random(20)
     controllers = [killed_life(run_dir, draw) for _ in range(NUM_KILLS)]
-    assert last_checkpoint(run_dir)[0].step < STEPS
+    assert len(trained_attempts(run_dir)) < STEPS * GROUPS_PER_STEP * GROUP_SIZE
     with start(run_dir, "--staleness", "drop") as life:
         code, _, errors = life.end()
         assert (code, errors) == (0, "")
@@ -107,7 +112,7 @@ def test_an_interrupted_run_goes_on_where_it_stood_and_samples_no_token_twice(tm
             assert (code, errors) == (INTERRUPTED if moment else 0, "")
             life.expect_nothing_left()
         num_tokens += json.loads(output.splitlines()[-1].removeprefix("end "))["engine_tokens"]
-        state, _ = last_checkpoint(run_dir)
+        state = saved_state(run_dir)
         assert state.ledger.num_sampled_tokens == num_tokens
         num_unfinished += sum(len(group.unfinished) for group in state.groups.values())
     assert num_unfinished > 0

@@ -77,9 +77,7 @@ def plain_loop(settings) -> dict[str, torch.Tensor]:
             episodes.sort(key=lambda episode: episode.attempt)
             texts = [episode.trajectories[0].text for episode in episodes]
             returns = demo.exact(texts, [task.columns["answer"]] * size)
-            scored = EpisodeGroup(
-                group=group, task=task, episodes=tuple(episodes), returns=tuple(returns)
-            )
+            scored = EpisodeGroup(group=group, task=task, episodes=tuple(episodes), returns=tuple(returns))
             samples += build_samples(scored, ADVANTAGES["grpo"](np.array(returns)))
         core.step(TrainBatch(step=step + 1, version=step, samples=tuple(samples)))
         engine.apply(step + 1, to_blobs(core.model))

@@ -294,7 +294,7 @@ def _headrace(directory: Path, *, steps: int, seed: int, max_lag: int) -> Record
         "rollout.groups_per_step": GROUPS_PER_STEP,
         "rollout.max_tokens": MAX_TOKENS,
         "rollout.max_lag": max_lag,
-        "engine.max_running": SAMPLES_PER_STEP,
+        "engine.max_running": int(os.environ.get("MR", SAMPLES_PER_STEP)),
         "algo.clip_low": CLIP,
         "algo.clip_high": CLIP,
         "trainer.learning_rate": LEARNING_RATE,

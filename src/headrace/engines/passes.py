@@ -25,6 +25,9 @@ from headrace.models.paged_attention import (
 )
 from headrace.models.resident_kv import LaneGroup
 
+_COLLECTED_TOKENS = 4096
+"""Key-value rows collected for one attention call: few enough to be still in the cache when read."""
+
 
 class Rows:
     """Collects the rows of one pass."""
@@ -67,10 +70,13 @@ class Rows:
         lengths = self._padded[positions + 1]
         order = np.argsort(lengths, kind="stable")
         token_ids, positions, tables = token_ids[order], positions[order], tables[order]
-        for a, b in _spans(lengths[order]):
-            kv_length = int(lengths[order[a]])
-            blocks = tables[a:b, : kv_length // self._block_size].reshape(-1)
-            self._group(a, b, blocks, b - a, kv_length, positions)
+        for first, last in _spans(lengths[order]):
+            kv_length = int(lengths[order[first]])
+            most = max(1, _COLLECTED_TOKENS // kv_length)
+            for a in range(first, last, most):
+                b = min(a + most, last)
+                blocks = tables[a:b, : kv_length // self._block_size].reshape(-1)
+                self._group(a, b, blocks, b - a, kv_length, positions)
         where = np.empty(len(order), dtype=np.int64)
         where[order] = self.num_rows + np.arange(len(order))
         self._add(token_ids, positions, self._own_slots(positions, tables))

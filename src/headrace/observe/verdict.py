@@ -128,6 +128,12 @@ def _bottleneck(by_kind: Mapping[str, tuple[float, float]], mean_attempts: Mappi
             bottleneck="scoring",
             text=f"scoring-bound: {waits} while attempts wait for rewards; make them faster or add workers",
         )
+    if "controller" in by_kind and by_kind["controller"][0] < 0.5:
+        return Verdict(
+            bottleneck="controller",
+            text=f"controller-bound: {waits}, and the controller works {1 - by_kind['controller'][0]:.0%} of the "
+            "time; attempts are short for its bookkeeping: give it a core of its own, or longer completions",
+        )
     return Verdict(
         bottleneck="lag",
         text=f"lag-bound: {waits}, each waits for the other; raise max_lag (0 is synchronous) "

@@ -2,8 +2,8 @@
 
 A checkpoint is a directory ``step-NNNNNNNN`` that holds the trainer's files and the controller's state
 as of one instant. It is written under another name and renamed when every byte is on disk, so a
-directory with the final name is complete. The journal continues in a new segment from that same
-instant. Recovery restores the newest checkpoint, folds the later records over it, and returns the
+directory with the final name is complete. The journal continues in the segment of that step from that
+same instant. Recovery restores the newest checkpoint, folds the later records over it, and returns the
 batches that had been trained since: the weights do not have them any more, so they are trained
 again, in the same order.
 """
@@ -39,32 +39,44 @@ class CheckpointStore:
 
     async def save(self, state: RunState, trainer: Trainer, journal: Journal) -> Path:
         """All of it or nothing: a failure leaves the earlier checkpoints and the journal as they were."""
-        step, frame = state.step, wire.encode(state.snapshot())
-        journal.rotate(step)
-        final = self.path(step)
-        partial = self.directory / f"partial-{step:08d}"
+        step, final = state.step, self.path(state.step)
+        if final.exists():
+            # Nothing was trained since, so that checkpoint and the journal hold everything.
+            return final
+        # An attempt to save this step that was cut short has left records in its segment; they are in ``state``.
+        frame = wire.encode({"state": state.snapshot(), "journal_bytes": journal.rotate(step)})
+        partial = self._partial(step)
         try:
-            shutil.rmtree(partial, ignore_errors=True)
+            self._discard_partials()
             partial.mkdir(parents=True)
             await trainer.save(partial)
             _write_durably(partial / STATE_FILE, frame)
-            shutil.rmtree(final, ignore_errors=True)
+            _sync_directory(partial)
             os.replace(partial, final)
             _sync_directory(self.directory)
+            self._prune(journal)
         except OSError as e:
-            shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self.directory} ({e}); "
                 "free some disk space and resume: the last checkpoint and the journal are intact"
             ) from e
-        self._prune(journal)
+        finally:
+            self._discard_partials()
         return final
 
     def _prune(self, journal: Journal) -> None:
         steps = self.steps()
         for step in steps[: -self._keep]:
-            shutil.rmtree(self.path(step))
+            # Renamed first: a directory that is half removed must not look complete.
+            os.replace(self.path(step), self._partial(step))
         journal.prune(before_step=steps[-self._keep :][0])
+
+    def _partial(self, step: int) -> Path:
+        return self.directory / f"partial-{step:08d}"
+
+    def _discard_partials(self) -> None:
+        for path in self.directory.glob("partial-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +96,9 @@ def recover(store: CheckpointStore) -> Recovery:
     if not steps:
         return Recovery(state=RunState(), checkpoint=None, batches=(), segment=0)
     checkpoint = store.path(steps[-1])
-    state = RunState.restore(wire.decode((checkpoint / STATE_FILE).read_bytes()))
+    state, journal_bytes = _read_state(checkpoint)
     batches: dict[int, tuple[int, ...]] = {}
-    for record in read(store.journal_directory, steps[-1]):
+    for record in read(store.journal_directory, steps[-1], skip_bytes=journal_bytes):
         if record["kind"] == "take":
             batches[record["step"]] = tuple(record["groups"])
         elif record["kind"] != "trained":
@@ -99,6 +111,18 @@ def recover(store: CheckpointStore) -> Recovery:
         batches=tuple(sorted(batches.items())),
         segment=segments[-1] if segments else steps[-1],
     )
+
+
+def _read_state(checkpoint: Path) -> tuple[RunState, int]:
+    """The controller's state, and how much of the checkpoint's journal segment is older than it."""
+    try:
+        saved = wire.decode((checkpoint / STATE_FILE).read_bytes())
+        return RunState.restore(saved["state"]), saved["journal_bytes"]
+    except Exception as e:
+        # Damaged bytes fail in as many ways as there are bytes.
+        raise CheckpointError(
+            f"{checkpoint / STATE_FILE} cannot be read ({e}); remove {checkpoint} to resume from the one before"
+        ) from e
 
 
 def _write_durably(path: Path, data: bytes) -> None:

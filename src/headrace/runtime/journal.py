@@ -29,8 +29,8 @@ class Journal:
 
     def __init__(self, directory: Path, step: int) -> None:
         self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
         self._fd = -1
+        self._num_bytes = 0
         self.rotate(step)
 
     def write(self, record: Record) -> None:
@@ -42,18 +42,23 @@ class Journal:
             if written != len(frame):
                 raise OSError(f"only {written} of {len(frame)} bytes were written")
         except OSError as e:
-            raise CheckpointError(
-                f"the journal in {self.directory} cannot be written ({e}); "
-                "free some disk space and resume the run"
-            ) from e
+            # What follows a torn record could never be read again.
+            os.ftruncate(self._fd, self._num_bytes)
+            raise self._unwritable(e) from e
+        self._num_bytes += written
 
-    def rotate(self, step: int) -> None:
-        """Continue in the segment of ``step``."""
+    def rotate(self, step: int) -> int:
+        """Continue in the segment of ``step``; returns how many bytes it holds already."""
         self.close()
         path = segment_path(self.directory, step)
-        valid = sum(size for _, size in _scan(path, last=True)) if path.exists() else 0
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.ftruncate(self._fd, valid)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._num_bytes = sum(size for _, size in _scan(path, last=True)) if path.exists() else 0
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.ftruncate(self._fd, self._num_bytes)
+        except OSError as e:
+            raise self._unwritable(e) from e
+        return self._num_bytes
 
     def prune(self, before_step: int) -> None:
         """Remove the segments that no kept checkpoint needs."""
@@ -66,6 +71,12 @@ class Journal:
             os.close(self._fd)
             self._fd = -1
 
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"the journal in {self.directory} cannot be written ({error}); "
+            "free some disk space and resume the run"
+        )
+
 
 def segment_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}.journal"
@@ -75,27 +86,29 @@ def segment_steps(directory: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("step-")) for path in directory.glob("step-*.journal"))
 
 
-def read(directory: Path, from_step: int) -> Iterator[dict[str, Any]]:
-    """Every whole record written since the checkpoint of ``from_step``."""
+def read(directory: Path, from_step: int, *, skip_bytes: int = 0) -> Iterator[dict[str, Any]]:
+    """Every whole record written since the checkpoint of ``from_step``, which found ``skip_bytes`` of older
+    ones in its own segment."""
     steps = [step for step in segment_steps(directory) if step >= from_step]
     for step in steps:
-        for body, _ in _scan(segment_path(directory, step), last=step == steps[-1]):
+        start = skip_bytes if step == from_step else 0
+        for body, _ in _scan(segment_path(directory, step), last=step == steps[-1], start=start):
             yield wire.decode(body)
 
 
-def _scan(path: Path, *, last: bool) -> Iterator[tuple[bytes, int]]:
+def _scan(path: Path, *, last: bool, start: int = 0) -> Iterator[tuple[bytes, int]]:
     """(body, bytes on disk) of each whole record; only the last segment may end in a torn one."""
-    data, at = path.read_bytes(), 0
+    data, at = path.read_bytes(), start
     while at < len(data):
-        start = at + _RECORD.size
-        if start <= len(data):
+        body_at = at + _RECORD.size
+        if body_at <= len(data):
             length, checksum = _RECORD.unpack_from(data, at)
-            body = data[start : start + length]
+            body = data[body_at : body_at + length]
             if len(body) == length and zlib.crc32(body) == checksum:
                 yield body, _RECORD.size + length
-                at = start + length
+                at = body_at + length
                 continue
-            torn = start + length >= len(data)
+            torn = body_at + length >= len(data)
         else:
             torn = True
         if last and torn:

@@ -167,6 +167,8 @@ class Pipeline:
 
     async def _next_groups(self) -> tuple[ReadyGroup, ...] | None:
         """The next batch's groups, or None when asked to stop."""
+        if self._stop.is_set():
+            return None
         take = asyncio.ensure_future(
             self._buffer.take(
                 self.state.version,

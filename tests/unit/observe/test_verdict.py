@@ -126,3 +126,9 @@ def test_heavy_drops_are_part_of_the_verdict() -> None:
     assert "30% of tokens dropped, mostly stale: set staleness to pace" in heavy.text
     assert "dropped" not in judge(roles, {"trained": 95, "dropped:stale": 5}).text
     assert "dropped" not in judge(roles, {"trained": 50, "dropped:cancelled": 50}).text
+
+
+def test_a_controller_that_works_most_of_the_time_is_named() -> None:
+    idle = [engine(idle=0.5), trainer(idle=0.5)]
+    assert judge([*idle, role("controller", working=30, waiting=70)], {}).bottleneck == "lag"
+    assert judge([*idle, role("controller", working=70, waiting=30)], {}).bottleneck == "controller"

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import resource
+from contextlib import contextmanager
+
 import pytest
 
 from headrace.errors import CheckpointError
@@ -58,3 +61,31 @@ def test_prune_removes_only_what_no_checkpoint_needs(tmp_path):
         written(tmp_path, [step], step=step)
     Journal(tmp_path, 10).prune(before_step=5)
     assert groups(tmp_path) == [5, 10]
+
+
+@contextmanager
+def largest_file(num_bytes):
+    """As on a full disk: no file grows past ``num_bytes``, and a write may be cut short there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_record_that_did_not_fit_leaves_nothing_in_the_way_of_later_ones(tmp_path):
+    journal = Journal(tmp_path, 0)
+    journal.write({"kind": "drop", "group": 1})
+    size = segment_path(tmp_path, 0).stat().st_size
+    with largest_file(size + 10), pytest.raises(CheckpointError, match=r"journal .* cannot be written"):
+        journal.write({"kind": "drop", "group": 2})
+    journal.write({"kind": "drop", "group": 3})
+    journal.close()
+    assert groups(tmp_path) == [1, 3]
+
+
+def test_a_journal_that_cannot_be_opened_says_what_to_do(tmp_path):
+    (tmp_path / "journal").write_text("a file where the directory should be")
+    with pytest.raises(CheckpointError, match=r"journal .* cannot be written \(.*\); free some disk space"):
+        Journal(tmp_path / "journal", 0)

@@ -174,3 +174,17 @@ def test_stop_saves_everything_and_resume_finishes_the_same_run(tmp_path):
     assert set(trainer.counts.values()) == {1}
     assert len(trainer.counts) == 36
     assert state.ledger.num_admitted == 36
+
+
+def test_a_stop_is_heeded_at_the_next_step_though_the_next_batch_is_ready(tmp_path):
+    async def stopped():
+        pipeline = make_pipeline(
+            tmp_path,
+            make_plan(steps=20, max_lag=3),
+            engines=[ScriptedEngine(token_s=0.0)],
+            trainer=ScriptedTrainer(token_s=1.0),
+        )
+        asyncio.get_running_loop().call_later(1.0, pipeline.request_stop)
+        return await pipeline.run()
+
+    assert virtual_clock.run(stopped()).step == 1

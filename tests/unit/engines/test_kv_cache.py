@@ -1,0 +1,92 @@
+"""Block accounting and lane arrangement, against simple models of both."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.engines.kv_cache import SCRATCH_BLOCK, BlockPool, block_digests
+from headrace.engines.lanes import Lanes
+
+
+def test_digests_cover_everything_before_and_extend_in_place():
+    tokens = np.arange(20, dtype=np.int32)
+    first = block_digests(tokens[:9], 4, [])
+    assert len(first) == 2
+    assert block_digests(tokens, 4, list(first))[:2] == first
+    other = tokens.copy()
+    other[0] = 99
+    assert block_digests(other, 4, [])[1] != first[1]
+
+
+def test_only_blocks_of_the_current_version_are_found():
+    pool = BlockPool(4)
+    block = pool.allocate(version=1)
+    pool.publish(block, b"old", version=2)
+    assert pool.share(b"old") is None
+    pool.publish(block, b"now", version=1)
+    assert pool.share(b"now") == block
+    pool.forget()
+    assert pool.share(b"now") is None
+
+
+def test_released_blocks_stay_findable_until_needed():
+    pool = BlockPool(3)
+    a, b = pool.allocate(0), pool.allocate(0)
+    pool.publish(a, b"a", 0)
+    pool.release([a, b])
+    assert pool.num_free == 2
+    assert pool.share(b"a") == a
+    assert pool.allocate(0) == b and pool.allocate(0) is None
+    pool.release([a])
+    assert pool.allocate(0) == a and pool.share(b"a") is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=60))
+def test_every_block_is_in_exactly_one_place(actions):
+    pool, held, version = BlockPool(6), [], 0
+    for action, pick in actions:
+        if action == 0:
+            block = pool.allocate(version)
+            assert (block is None) == (len(set(held)) == pool.capacity)
+            held += [] if block is None else [block]
+        elif action == 1 and held:
+            pool.release([held.pop(pick % len(held))])
+        elif action == 2 and held:
+            pool.publish(held[pick % len(held)], bytes([pick]), version)
+        elif action == 3:
+            block = pool.share(bytes([pick]))
+            held += [] if block is None else [block]
+        elif action == 4:
+            pool.forget()
+            version += 1
+        assert SCRATCH_BLOCK not in held
+        assert pool.num_free + len(set(held)) == pool.capacity
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.dictionaries(st.integers(0, 6), st.sampled_from((32, 48, 64))), max_size=25), st.randoms())
+def test_lane_rows_hold_the_sequence_they_name(steps, random):
+    """Plays moves and loads on a model of the memory: each row must end up with its own tenant's content."""
+    lanes, content, tenant_of, length_of, placed = Lanes(7), {}, {}, {}, 0
+    for step in steps:
+        for slot, length in step.items():
+            if slot not in tenant_of or length < length_of[slot] or random.random() < 0.2:
+                placed += 1
+                tenant_of[slot] = placed
+            length_of[slot] = length
+        slots = np.array(list(step), dtype=np.int64)
+        tenants = np.array([tenant_of[s] for s in step], dtype=np.int64)
+        named = []
+        for rows in lanes.arrange(slots, tenants, np.array(list(step.values()), dtype=np.int64)):
+            memory = content.setdefault(rows.lane.kv_length, {})
+            if rows.moves is not None:
+                memory.update(dict(zip(rows.moves[0], [memory[r] for r in rows.moves[1]], strict=True)))
+            for row in [] if rows.loads is None else rows.loads:
+                memory[row] = tenant_of[rows.slots[row]]
+            assert [memory[row] for row in range(len(rows.slots))] == [tenant_of[s] for s in rows.slots]
+            assert all(step[s] == rows.lane.kv_length for s in rows.slots)
+            named += rows.slots.tolist()
+        assert sorted(named) == sorted(step)
