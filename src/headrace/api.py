@@ -7,11 +7,10 @@ settings with defaults. A run started here and one started by the command line a
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from headrace.observe.console import ConsoleSink
 from headrace.observe.events import Fanout
 from headrace.observe.jsonl import JsonlSink
 from headrace.observe.summary import Summary, summarise
-from headrace.protocols import Sink
+from headrace.protocols import Sink, TaskSource
 from headrace.run_directory import RunDirectory, latest_checkpoint
 from headrace.runtime.pipeline import Pipeline
 
@@ -49,6 +48,15 @@ class RunResult:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """What a run is given beside its settings, read and checked once."""
+
+    renderer: build.Renderer
+    tasks: TaskSource
+    rewards: Sequence[build.Reward]
+
+
 def train(
     *,
     model: str | Path | None = None,
@@ -64,24 +72,21 @@ def train(
     ``{"run.steps": 200}``. What is not given here is read from ``settings``. ``resume`` is the directory
     of a run to go on with, under the settings it was started with unless some are given.
     """
-    if resume is not None and settings is None and model is None:
-        directory, chosen = RunDirectory.reopen(Path(resume), None)
-    else:
-        chosen = _settings(settings, model)
+    as_before = resume is not None and settings is None and model is None
+    asked = None if as_before else _settings(settings, model)
+    with ExitStack() as held:
         if resume is not None:
-            directory, chosen = RunDirectory.reopen(Path(resume), chosen)
+            directory, chosen = RunDirectory.reopen(Path(resume), asked)
+            held.callback(directory.close)
+            inputs = _inputs(chosen, tasks, reward)
         else:
+            assert asked is not None
             # Everything that can be checked is checked before a directory is made.
-            build.model_directory(chosen)
-            build.task_source(chosen, tasks)
-            _rewards(reward, chosen)
+            chosen, inputs = asked, _inputs(asked, tasks, reward)
             directory = RunDirectory.create(chosen)
-    rewards = _rewards(reward, chosen)
-    try:
+            held.callback(directory.close)
         with asyncio.Runner(loop_factory=ControllerLoop) as runner:
-            return runner.run(_train(chosen, tasks, rewards, directory))
-    finally:
-        directory.close()
+            return runner.run(_train(chosen, inputs, directory))
 
 
 def evaluate(
@@ -143,6 +148,8 @@ def _rewards(given: Any, settings: Settings) -> list[build.Reward]:
     rewards = list(settings.reward.functions) if given is None else given
     if isinstance(rewards, str) or callable(rewards):
         rewards = [rewards]
+    if not isinstance(rewards, Sequence) or not all(isinstance(r, str) or callable(r) for r in rewards):
+        raise ConfigError(f"reward is {rewards!r}: give a function, module:function, or a list of those")
     if not rewards:
         raise ConfigError("reward.functions is not set: name at least one reward function")
     weights = settings.reward.weights
@@ -151,9 +158,15 @@ def _rewards(given: Any, settings: Settings) -> list[build.Reward]:
     return list(rewards)
 
 
-async def _train(
-    settings: Settings, tasks: Any, rewards: Sequence[build.Reward], directory: RunDirectory
-) -> RunResult:
+def _inputs(settings: Settings, tasks: Any, reward: Any) -> _Inputs:
+    renderer = build.Renderer.from_directory(build.model_directory(settings))
+    source = build.task_source(settings, tasks)
+    # What the first task cannot do, a missing chat template for instance, most likely none can.
+    renderer.prompt_ids(source.task(0))
+    return _Inputs(renderer=renderer, tasks=source, rewards=_rewards(reward, settings))
+
+
+async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -> RunResult:
     console = ConsoleSink(settings.run.console)
     sink = Fanout([JsonlSink(directory.events), console])
     loop = asyncio.get_running_loop()
@@ -161,17 +174,14 @@ async def _train(
     fresh = directory.latest_checkpoint() is None
     try:
         sink.emit("phase", {"text": _starting(settings, fresh)})
-        renderer = build.Renderer.from_directory(build.model_directory(settings))
-        source = build.task_source(settings, tasks)
-        cluster = await build.cluster(settings, rewards, run_dir=directory.path, fresh=fresh)
+        cluster = await build.cluster(settings, inputs.rewards, run_dir=directory.path, fresh=fresh)
         try:
-            scorer = build.scorer(settings, rewards, cluster.scorers)
             pipeline = Pipeline(
                 build.plan(settings),
                 cluster=cluster,
-                environment=build.environment(settings, renderer),
-                scorer=scorer,
-                tasks=source,
+                environment=build.environment(settings, inputs.renderer),
+                scorer=build.scorer(settings, inputs.rewards, cluster.scorers),
+                tasks=inputs.tasks,
                 run_dir=directory.path,
                 sink=sink,
                 # Inline, the engine and the trainer run on this loop too: its time is theirs.
@@ -187,7 +197,7 @@ async def _train(
     finally:
         sink.close()
     summary = summarise(console.progress)
-    (directory.path / "summary.json").write_text(json.dumps(summary.as_dict(), indent=2, default=str))
+    directory.write_summary(summary.as_dict())
     return RunResult(
         run_dir=directory.path,
         num_steps=state.step,

@@ -105,9 +105,23 @@ def task_source(settings: Settings, given: Any = None) -> TaskSource:
         "system_prompt": t.system_prompt,
     }
     if given is not None:
-        return _given_source(given, shared)
+        return _naming("tasks", lambda: _given_source(given, shared))
     if t.source is None:
         raise ConfigError("tasks.source is not set: name a .jsonl file, hf:NAME, gym:NAME or module:function")
+    return _naming("tasks.source", lambda: _named_source(settings, shared))
+
+
+def _naming(field: str, read: Callable[[], TaskSource]) -> TaskSource:
+    """Whatever is wrong with the rows, the error says which setting brought them."""
+    try:
+        return read()
+    except TaskError as e:
+        raise TaskError(f"{field}: {e}") from e
+
+
+def _named_source(settings: Settings, shared: dict[str, Any]) -> TaskSource:
+    t = settings.tasks
+    assert t.source is not None
     if t.source.startswith("hf:"):
         return task_sources.from_hf(t.source[3:], split=t.split, **shared)
     if t.source.startswith("gym:"):
@@ -116,12 +130,19 @@ def task_source(settings: Settings, given: Any = None) -> TaskSource:
     if t.source.endswith((".jsonl", ".json")):
         return task_sources.from_jsonl(t.source, **shared)
     if ":" in t.source:
-        rows = resolve(t.source, what="tasks.source")(**t.options)
+        rows = _rows(resolve(t.source, what="tasks.source"), t.source, t.options)
         return task_sources.from_list(rows, name=function_name(t.source), **shared)
     raise ConfigError(
         f"tasks.source: {t.source!r} is not understood; "
         "name a .jsonl file, hf:NAME, gym:NAME or module:function"
     )
+
+
+def _rows(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Any:
+    try:
+        return function(**options)
+    except Exception as e:
+        raise TaskError(f"{name} raised {type(e).__name__}: {e}; mend it, or change tasks.options") from e
 
 
 def _given_source(given: Any, shared: Mapping[str, Any]) -> TaskSource:
@@ -130,7 +151,7 @@ def _given_source(given: Any, shared: Mapping[str, Any]) -> TaskSource:
     if type(given).__module__.partition(".")[0] == "datasets":
         return task_sources.from_hf(given, **shared)
     if isinstance(given, str):
-        raise TaskError(f"tasks: give rows, not the text {given!r}; a file or dataset name is tasks.source")
+        raise TaskError(f"give rows, not the text {given!r}; a file or dataset name is tasks.source")
     return task_sources.from_list(given, **shared)
 
 

@@ -163,6 +163,23 @@ def bench_trl(
     write_json(json_file, figures)
 
 
+@bench.command("lag")
+def bench_lag(
+    seeds: Annotated[int, typer.Option(min=1, help="how many seeds, from 0")] = 5,
+    picture: Annotated[Path | None, typer.Option(help="write the learning curves here as SVG")] = None,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """The demo's reward at lag 0 and 4, seed by seed."""
+    from headrace.bench import lag
+
+    figures = lag.run(seeds=range(seeds), on_run=lambda text: Console(stderr=True).print(text))
+    Console().print(lag.table(figures))
+    write_json(json_file, figures)
+    if picture is not None:
+        lag.write_picture(figures, picture)
+
+
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
     if version:

@@ -19,20 +19,21 @@ from headrace import api, build
 from headrace.config import from_dict, load, to_toml
 from headrace.data.char_tokenizer import make_char_tokenizer
 
-LETTERS = "abcdefghij"
+LETTERS = "abcdef"
 WORD_LENGTH = 4
 
 SETTINGS: dict[str, Any] = {
-    "run.steps": 300,
+    "run.steps": 250,
     "run.checkpoint_every": 100,
     "rollout.group_size": 16,
     "rollout.groups_per_step": 16,
     "rollout.max_tokens": 8,
     "rollout.max_lag": 1,
     "engine.max_running": 256,
-    "trainer.learning_rate": 7e-4,
+    "trainer.learning_rate": 1.2e-3,
+    "trainer.schedule": "linear",
     "trainer.betas": [0.9, 0.95],
-    "warm_start.steps": 45,
+    "warm_start.steps": 30,
     "warm_start.learning_rate": 3e-3,
 }
 

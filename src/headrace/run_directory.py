@@ -13,10 +13,13 @@ A lock that dies with its process keeps two controllers out of one directory.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from headrace.config import Settings, changed_fields, load, to_toml
 from headrace.errors import CheckpointError, ConfigError
@@ -32,14 +35,15 @@ class RunDirectory:
         """A new run."""
         name = settings.run.name or time.strftime("%Y%m%d-%H%M%S")
         path = Path(settings.run.dir) / name
-        if (path / "settings.toml").exists():
-            raise ConfigError(
-                f"run.name: {path} already holds a run; resume it with --resume {path}, "
-                "or set another run.name"
-            )
-        lock = _lock(path)
-        (path / "settings.toml").write_text(to_toml(settings), encoding="utf-8")
-        return cls(path, lock)
+        with _locked(path) as lock:
+            # One that never got as far as its first checkpoint has nothing to lose.
+            if latest_checkpoint(path) is not None:
+                raise ConfigError(
+                    f"run.name: {path} already holds a run; resume it with --resume {path}, "
+                    "or set another run.name"
+                )
+            _write(path / "settings.toml", to_toml(settings))
+            return cls(path, lock)
 
     @classmethod
     def reopen(cls, path: Path, settings: Settings | None) -> tuple[RunDirectory, Settings]:
@@ -47,18 +51,18 @@ class RunDirectory:
         file = path / "settings.toml"
         if not file.exists():
             raise ConfigError(f"--resume: {path} holds no run (there is no settings.toml); check the path")
-        lock = _lock(path)
-        before = load(file)
-        if settings is None:
-            return cls(path, lock), before
-        changed = changed_fields(before, settings)
-        if changed:
-            raise ConfigError(
-                f"--resume: {', '.join(changed)} differ from the run in {path}; "
-                "set them back, or start a new run from its last checkpoint"
-            )
-        file.write_text(to_toml(settings), encoding="utf-8")
-        return cls(path, lock), settings
+        with _locked(path) as lock:
+            before = load(file)
+            if settings is None:
+                return cls(path, lock), before
+            changed = changed_fields(before, settings)
+            if changed:
+                raise ConfigError(
+                    f"--resume: {', '.join(changed)} differ from the run in {path}; "
+                    "set them back, or start a new run from its last checkpoint"
+                )
+            _write(file, to_toml(settings))
+            return cls(path, lock), settings
 
     @property
     def logs(self) -> Path:
@@ -71,6 +75,9 @@ class RunDirectory:
     def latest_checkpoint(self) -> Path | None:
         return latest_checkpoint(self.path)
 
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        _write(self.path / "summary.json", json.dumps(summary, indent=2, default=str) + "\n")
+
     def close(self) -> None:
         self._lock.close()
 
@@ -80,12 +87,23 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     return max((run_dir / "checkpoints").glob("step-*"), default=None)
 
 
+@contextmanager
+def _locked(path: Path) -> Iterator[IO[str]]:
+    """The lock on a directory, made if need be; it is kept unless the block fails."""
+    lock = _lock(path)
+    try:
+        yield lock
+    except BaseException:
+        lock.close()
+        raise
+
+
 def _lock(path: Path) -> IO[str]:
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = open(path / "lock", "a+", encoding="utf-8")  # noqa: SIM115 (held open for the whole run)
     except OSError as e:
-        raise CheckpointError(f"run.dir: {path} cannot be written ({e.strerror}); choose another") from e
+        raise _unwritable(path, e) from e
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -99,3 +117,19 @@ def _lock(path: Path) -> IO[str]:
     lock.write(str(os.getpid()))
     lock.flush()
     return lock
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: a resume reads what the last one wrote."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, path)
+    except OSError as e:
+        raise _unwritable(path, e) from e
+
+
+def _unwritable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"run.dir: {path} cannot be written ({error.strerror}); free some disk space or choose another run.dir"
+    )

@@ -4,8 +4,9 @@ In: how often to repeat and a seed. Out: samples per second of generation, rewar
 side, each the median of runs that take turns, and the ratio to TRL at its better thread count. Every run
 is a process of its own, held to the same cores, and is timed between two optimizer steps: what comes
 before (imports, start-up, first steps) and after (the last steps, for which nothing is generated any
-more) is not counted on either side. Every step of either side trains the same number of samples, which is
-checked; tokens per sample and the mean reward are reported, so that equal work can be seen.
+more) is not counted on either side. Both sides take the tasks in the same order, and every step of either
+trains the same number of samples, which is checked; tokens per sample and the mean reward are reported, so
+that equal work can be seen.
 
 TRL runs its fastest way on a CPU: ``model.generate`` (not its continuous batching), float32, no gradient
 checkpointing, one generation and one optimizer step per batch, no logging, saving or evaluation.
@@ -53,6 +54,9 @@ COOL_DOWN_STEPS = max(MAX_LAGS) + 1
 """Steps whose samples were all admitted before the last measured one ended."""
 NUM_CORES = 2
 RUN_DEADLINE_S = 1800.0
+BUSY_LOAD = 0.7
+"""Load average above which other work disturbs the runs."""
+PEER_PACKAGES = ("trl", "accelerate", "datasets")
 
 Side = Literal["headrace", "trl"]
 
@@ -97,7 +101,10 @@ def run(
     on_run: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """All figures as plain numbers; ``on_run`` hears one line about every run."""
-    require_trl()
+    require()
+    load = os.getloadavg()[0]
+    if load > BUSY_LOAD:
+        on_run(f"warning: other work keeps {load:.1f} cores busy; these figures will not be worth much")
     runs: dict[str, list[dict[str, float]]] = {case.name: [] for case in CASES}
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as made:
         directory = Path(made)
@@ -143,8 +150,8 @@ def table(figures: Mapping[str, Any]) -> Table:
     return view
 
 
-def require_trl() -> None:
-    missing = [name for name in ("trl", "accelerate", "datasets") if importlib.util.find_spec(name) is None]
+def require(packages: Sequence[str] = PEER_PACKAGES) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"bench trl needs {', '.join(missing)}, not installed here; run: pip install 'headrace[bench]'"
@@ -233,7 +240,9 @@ def prepare(directory: Path, *, seed: int) -> None:
     try:
         raw = directory / "raw"
         vocab_size = make_char_tokenizer(raw, LETTERS + ">")
-        make_tiny_model(raw, vocab_size=vocab_size, hidden_size=64, num_layers=2, context_tokens=64, seed=seed)
+        make_tiny_model(
+            raw, vocab_size=vocab_size, hidden_size=64, num_layers=2, context_tokens=64, seed=seed
+        )
         api.warm_start(
             model=raw,
             examples=tasks(NUM_TASKS, seed=seed + 1_000_000),
@@ -262,14 +271,15 @@ def _run_case(case: Case, directory: Path, *, steps: int, seed: int) -> Record:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     try:
         done = subprocess.run(
-            command, env=environment, cwd=directory, capture_output=True, text=True, timeout=RUN_DEADLINE_S
+            command, env=environment, capture_output=True, text=True, timeout=RUN_DEADLINE_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise DeadlineError(f"waited {RUN_DEADLINE_S:g} s for the run of {case.name}") from None
+        raise DeadlineError(
+            f"waited {RUN_DEADLINE_S:g} s for the run of {case.name}; free the machine's cores and run it again"
+        ) from None
     if done.returncode != 0:
         raise HeadraceError(f"the run of {case.name} failed:\n{done.stderr.strip()[-2000:]}")
     return Record(**json.loads(out.read_text(encoding="utf-8")))
@@ -290,18 +300,20 @@ def _headrace(directory: Path, *, steps: int, seed: int, max_lag: int) -> Record
         "run.launcher": "local",
         "run.checkpoint_every": 0,
         "run.console": "off",
+        "tasks.shuffle": False,
         "rollout.group_size": GROUP_SIZE,
         "rollout.groups_per_step": GROUPS_PER_STEP,
         "rollout.max_tokens": MAX_TOKENS,
         "rollout.max_lag": max_lag,
-        "engine.max_running": int(os.environ.get("MR", SAMPLES_PER_STEP)),
+        "engine.max_running": SAMPLES_PER_STEP,
         "algo.clip_low": CLIP,
         "algo.clip_high": CLIP,
         "trainer.learning_rate": LEARNING_RATE,
     }
     rows = json.loads((directory / "tasks.json").read_text(encoding="utf-8"))
     result = api.train(model=directory / "model", tasks=rows, reward=reward, settings=settings)
-    done = [event for event in read_events(result.run_dir / "events.jsonl") if event["event"] == "step"]
+    events = read_events(result.run_dir / "events.jsonl")
+    done = sorted((e for e in events if e["event"] == "step"), key=lambda event: event["step"])
     return Record(
         times=[event["time"] for event in done],
         num_samples=[event["samples"] for event in done],
@@ -338,9 +350,10 @@ def _trl(directory: Path, *, steps: int, seed: int, threads: int) -> Record:
             output_dir=str(directory / "trl"),
             seed=seed,
             max_steps=steps,
-            per_device_train_batch_size=int(os.environ.get("PDB", SAMPLES_PER_STEP)),
-            gradient_accumulation_steps=SAMPLES_PER_STEP // int(os.environ.get("PDB", SAMPLES_PER_STEP)),
+            per_device_train_batch_size=SAMPLES_PER_STEP,
+            gradient_accumulation_steps=1,
             num_generations=GROUP_SIZE,
+            shuffle_dataset=False,
             max_completion_length=MAX_TOKENS,
             temperature=1.0,
             num_iterations=1,

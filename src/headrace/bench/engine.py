@@ -133,7 +133,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
     options = parser.parse_args()
     figures = run(repeats=options.repeats, seed=options.seed)
-    print(f"{'size':>6}  {'lengths':<12}{'engine tok/s':>14}{'generate tok/s':>16}{'ratio':>8}{'max/mean':>10}")
+    print(
+        f"{'size':>6}  {'lengths':<12}{'engine tok/s':>14}{'generate tok/s':>16}{'ratio':>8}{'max/mean':>10}"
+    )
     for case in figures["cases"]:
         print(
             f"{case['size']:>6}  {case['lengths']:<12}{case['engine_tokens_per_s']:>14,.0f}"

@@ -84,6 +84,8 @@ def from_list(
     system_prompt: str | None = None,
 ) -> TaskStream:
     """Tasks from dicts, (prompt, answer) pairs or ``Task`` objects (whose ids are kept)."""
+    if not isinstance(rows, Iterable):
+        raise TaskError(f"{name} is a {type(rows).__name__}: give a list of rows")
     labelled = [(f"{name}[{i}]", row) for i, row in enumerate(rows)]
     rules = _PromptRules(prompt_column, chat, system_prompt)
     return _from_rows(labelled, name, rules, limit, shuffle, seed)
@@ -253,7 +255,7 @@ def _require_column(column: str, present: Sequence[Any], where: str) -> None:
     if column not in present:
         names = ", ".join(map(str, present)) or "none"
         raise TaskError(
-            f"{where} has no column {column!r} (it has: {names}): set prompt_column to one of them"
+            f"{where} has no column {column!r} (it has: {names}): set tasks.prompt_column to one of them"
         )
 
 

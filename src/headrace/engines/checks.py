@@ -28,6 +28,7 @@ _ROW_CHOICES = (4, 8, 16, 32, 64)
 _WIDE_ROWS = 128
 _LONGEST_PADDING = 1536
 _NUM_PASSES = 3
+_UNSTATED_CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,11 @@ def check_model(model: PreTrainedModel, *, block_size: int) -> ModelFacts:
         return ModelFacts(min_rows=_ROW_CHOICES[0], trims=True)
     kinds = {call._replace(layer=0) for call in calls}
     return ModelFacts(min_rows=_stable_rows(model), trims=all(_length_is_free(kind) for kind in kinds))
+
+
+def context_tokens(config: PretrainedConfig) -> int:
+    """Positions the model was made for; a guess where it does not say."""
+    return int(getattr(config, "max_position_embeddings", None) or _UNSTATED_CONTEXT)
 
 
 def _length_is_free(call: LayerCall) -> bool:
@@ -126,7 +132,7 @@ def _probe_tokens(config: PretrainedConfig) -> torch.Tensor:
     """Random tokens, more than the sliding window holds where that is short enough to try."""
     window = getattr(config, "sliding_window", None) or 0
     length = window + 24 if window + 24 <= _LONGEST_PROBE else 56
-    length = min(length, int(config.max_position_embeddings))
+    length = min(length, context_tokens(config))
     generator = torch.Generator().manual_seed(17)
     return torch.randint(0, int(config.vocab_size), (length,), generator=generator)
 

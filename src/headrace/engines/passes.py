@@ -9,6 +9,8 @@ Shape legend: T rows of the pass, N rows of a group, R rows whose logits are wan
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -53,16 +55,10 @@ class Rows:
         if rows.loads is not None:
             blocks = tables[rows.loads, : kv_length // size].reshape(-1)
             loads = (self._tensor(rows.loads), self._tensor(blocks))
-        self.groups.append(
-            LaneGroup(
-                slice(self.num_rows, self.num_rows + len(token_ids)),
-                Masks(self._tensor(positions), read_length),
-                rows.lane,
-                self._tensor(np.arange(len(token_ids)) * kv_length + positions),
-                rows.moves and (self._tensor(rows.moves[0]), self._tensor(rows.moves[1])),
-                loads,
-            )
-        )
+        moves = rows.moves and (self._tensor(rows.moves[0]), self._tensor(rows.moves[1]))
+        where = self._tensor(positions)
+        span = slice(self.num_rows, self.num_rows + len(token_ids))
+        self.groups.append(LaneGroup(span, Masks(where, read_length), rows.lane, where, moves, loads))
         self._add(token_ids, positions, self._own_slots(positions, tables))
 
     def add_each(self, token_ids: np.ndarray, positions: np.ndarray, tables: np.ndarray) -> np.ndarray:
@@ -124,7 +120,7 @@ class Rows:
 def _spans(lengths: np.ndarray) -> list[tuple[int, int]]:
     """Bounds of the runs of equal values."""
     cuts = [0, *(np.flatnonzero(lengths[1:] != lengths[:-1]) + 1).tolist(), len(lengths)]
-    return [(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a]
+    return [(a, b) for a, b in pairwise(cuts) if b > a]
 
 
 class ForwardPass:

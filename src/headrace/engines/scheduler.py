@@ -106,7 +106,8 @@ class Scheduler:
         decoding = [self.running[i] for i in np.flatnonzero(one_left)]
         at = computed[one_left]
         for i in np.flatnonzero(at % size == 0):
-            self._cover(decoding[i], int(at[i]) + 1, version)
+            if decoding[i].slot >= 0:  # An older one may have taken its place just now.
+                self._cover(decoding[i], int(at[i]) + 1, version)
         for i in np.flatnonzero(at % size == size - 1):
             self._publish(decoding[i], int(at[i]), int(at[i]) + 1, version)
         return decoding

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from headrace.engines.checks import check_model
+from headrace.engines.checks import check_model, context_tokens
 from headrace.engines.kv_cache import BlockPool
 from headrace.engines.lanes import Lanes
 from headrace.engines.passes import ForwardPass, Rows
@@ -65,7 +65,8 @@ class TorchEngine:
         self._model = model
         self._ledger = ledger
         self._recompute_kv = recompute_kv
-        context = int(model.config.get_text_config().max_position_embeddings)
+        facts = check_model(model, block_size=block_size)
+        context = context_tokens(model.config.get_text_config())
         wanted = kv_tokens or max(context, max_running * min(context, _USUAL_TOKENS))
         self._pool = BlockPool(-(-wanted // block_size) + 1)
         self.limit_tokens = min(context, self._pool.capacity * block_size)
@@ -73,7 +74,6 @@ class TorchEngine:
         self._scheduler = Scheduler(self._pool, self._table, prefill_tokens)
         self._kv = KvTensors(num_blocks=self._pool.num_blocks, block_size=block_size)
         self._lanes = Lanes(max_running)
-        facts = check_model(model, block_size=block_size)
         self._pass = ForwardPass(
             model, self._kv, limit_tokens=self.limit_tokens, min_rows=facts.min_rows, trims=facts.trims
         )

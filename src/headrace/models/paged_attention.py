@@ -102,14 +102,22 @@ class Masks:
         return mask
 
 
+class NewRows(NamedTuple):
+    """Keys and values a layer computed in this pass, in two shapes of the same numbers."""
+
+    key_TKD: torch.Tensor
+    value_TKD: torch.Tensor
+    rows_TW: torch.Tensor
+
+
 class RowGroup(Protocol):
     """Rows of the pass that are attended in one call: all of one padded length L."""
 
     rows: slice
     masks: Masks
 
-    def read(self, kv: KvTensors, layer: int, rows_TW: torch.Tensor) -> torch.Tensor:
-        """Keys and values [N or 1, L, W] of the group, ``rows_TW`` being what this pass just wrote."""
+    def read(self, kv: KvTensors, layer: int, new: NewRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [N or 1, K, L, D] of the group; ``kv`` already holds the new ones."""
         ...
 
 
@@ -123,8 +131,18 @@ class BlockGroup:
     """int64 [tables * L / S], block ids in order of position; one table a row, or one for all rows."""
     num_tables: int
 
-    def read(self, kv: KvTensors, layer: int, rows_TW: torch.Tensor) -> torch.Tensor:
-        return kv.read(layer, self.blocks).view(self.num_tables, self.masks.kv_length, -1)
+    def read(self, kv: KvTensors, layer: int, new: NewRows) -> tuple[torch.Tensor, torch.Tensor]:
+        return split_heads(kv.read(layer, self.blocks).view(self.num_tables, self.masks.kv_length, -1), new)
+
+
+def split_heads(kv_NLW: torch.Tensor, like: NewRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collected rows as keys and values [N, K, L, D], without a copy."""
+    (_, num_heads, key_dim), value_dim = like.key_TKD.shape, like.value_TKD.shape[2]
+    num_tables, kv_length, _ = kv_NLW.shape
+    split = num_heads * key_dim
+    key = kv_NLW[..., :split].view(num_tables, kv_length, num_heads, key_dim).transpose(1, 2)
+    value = kv_NLW[..., split:].view(num_tables, kv_length, num_heads, value_dim).transpose(1, 2)
+    return key, value
 
 
 class LayerCall(NamedTuple):
@@ -179,23 +197,15 @@ def paged_attention(
     value_dim, heads_per_kv = value.shape[-1], query.shape[1] // num_kv_heads
     fused = softcap is None and s_aux is None
     paged_plan.calls.append(LayerCall(layer, heads_per_kv, key_dim, value_dim, fused))
-    rows_TW = torch.cat(
-        (
-            key[0].transpose(0, 1).reshape(num_rows, num_kv_heads * key_dim),
-            value[0].transpose(0, 1).reshape(num_rows, num_kv_heads * value_dim),
-        ),
-        dim=1,
-    )
+    key_TKD, value_TKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    rows_TW = torch.cat((key_TKD.reshape(num_rows, -1), value_TKD.reshape(num_rows, -1)), dim=1)
+    new = NewRows(key_TKD, value_TKD, rows_TW)
     paged_plan.kv.write(layer, paged_plan.slots, rows_TW)
-    query_TKGD = query[0].transpose(0, 1).reshape(num_rows, num_kv_heads, -1, key_dim)
+    query_TKGD = query[0].transpose(0, 1).reshape(num_rows, num_kv_heads, heads_per_kv, key_dim)
     options = _Options(sliding_window, scaling, softcap, s_aux)
     outputs = []
     for group in paged_plan.groups:
-        kv_NLW = group.read(paged_plan.kv, layer, rows_TW)
-        split = num_kv_heads * key_dim
-        num_tables, kv_length, _ = kv_NLW.shape
-        key_NKLD = kv_NLW[..., :split].view(num_tables, kv_length, num_kv_heads, key_dim).transpose(1, 2)
-        value_NKLD = kv_NLW[..., split:].view(num_tables, kv_length, num_kv_heads, value_dim).transpose(1, 2)
+        key_NKLD, value_NKLD = group.read(paged_plan.kv, layer, new)
         outputs.append(_attend(query_TKGD[group.rows], key_NKLD, value_NKLD, group.masks, options))
     if num_rows > paged_plan.num_rows:
         outputs.append(outputs[0].new_zeros((num_rows - paged_plan.num_rows, *outputs[0].shape[1:])))

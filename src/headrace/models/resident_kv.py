@@ -1,39 +1,42 @@
 """A dense copy of the keys and values of decoding rows, so that decoding collects no blocks.
 
-A ``Lane`` holds rows of one padded length, one sequence a row, back to back. Each pass appends a token to
-every row. A sequence that grows into the next padded length is loaded into that lane from its blocks,
-which stay complete: the copy is only ever read from, and losing it costs nothing but a load.
+A ``Lane`` holds rows of one padded length, one sequence a row, each head's keys back to back. Each pass
+appends a token to every row. A sequence that grows into the next padded length is loaded into that lane
+from its blocks, which stay complete: losing the copy costs nothing but a load.
 
-Shape legend: N rows of the lane, L its padded length, W key and value width of a token.
+Shape legend: N rows of the lane, L its padded length, K key-value heads, D head dim, T rows of the pass.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from headrace.models.paged_attention import KvTensors, Masks
+from headrace.models.paged_attention import KvTensors, Masks, NewRows, split_heads
 
 
 class Lane:
-    """Tensors [capacity, L, W], one a layer."""
+    """Keys and values [capacity, K, L, D] a layer."""
 
     def __init__(self, kv_length: int) -> None:
         self.kv_length = kv_length
-        self._layers: dict[int, torch.Tensor] = {}
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def rows(self, layer: int, count: int, like_TW: torch.Tensor) -> torch.Tensor:
-        """At least the first ``count`` rows; what they held before is kept."""
+    def layer(self, layer: int, count: int, new: NewRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for at least ``count`` rows; what they held before is kept."""
         held = self._layers.get(layer)
-        if held is None or held.shape[0] < count:
-            capacity = max(count, 4 if held is None else 2 * held.shape[0])
-            # Left unset: a row is loaded whole before it is read for the first time.
-            grown = like_TW.new_empty((capacity, self.kv_length, like_TW.shape[1]))
+        if held is None or held[0].shape[0] < count:
+            capacity = max(count, 4 if held is None else 2 * held[0].shape[0])
+            key, value = self._empty(capacity, new.key_TKD), self._empty(capacity, new.value_TKD)
             if held is not None:
-                grown[: held.shape[0]] = held
-            held = self._layers[layer] = grown
+                key[: held[0].shape[0]], value[: held[1].shape[0]] = held
+            held = self._layers[layer] = (key, value)
         return held
+
+    def _empty(self, capacity: int, like_TKD: torch.Tensor) -> torch.Tensor:
+        # Left unset: a row is loaded whole before it is read for the first time.
+        return like_TKD.new_empty((capacity, like_TKD.shape[1], self.kv_length, like_TKD.shape[2]))
 
 
 @dataclass(slots=True)
@@ -43,20 +46,34 @@ class LaneGroup:
     rows: slice
     masks: Masks
     lane: Lane
-    places: torch.Tensor
-    """int64 [N], row * L + position: where this pass's token goes."""
+    positions: torch.Tensor
+    """int64 [N], where in its row each new token goes."""
     moves: tuple[torch.Tensor, torch.Tensor] | None
     """(to, from) rows, filling the gaps of sequences that left."""
     loads: tuple[torch.Tensor, torch.Tensor] | None
     """(rows, block ids) of sequences that joined."""
+    _places: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def read(self, kv: KvTensors, layer: int, rows_TW: torch.Tensor) -> torch.Tensor:
-        count, width = len(self.places), rows_TW.shape[1]
-        held = self.lane.rows(layer, count, rows_TW)
+    def read(self, kv: KvTensors, layer: int, new: NewRows) -> tuple[torch.Tensor, torch.Tensor]:
+        count, length = len(self.positions), self.lane.kv_length
+        key, value = self.lane.layer(layer, count, new)
         if self.moves is not None:
-            held[self.moves[0]] = held[self.moves[1]]
+            to, since = self.moves
+            key[to], value[to] = key[since], value[since]
         if self.loads is not None:
             rows, blocks = self.loads
-            held[rows] = kv.read(layer, blocks).view(len(rows), self.lane.kv_length, width)
-        held.view(-1, width).index_copy_(0, self.places, rows_TW[self.rows])
-        return held[:count, : self.masks.kv_length]
+            key[rows], value[rows] = split_heads(kv.read(layer, blocks).view(len(rows), length, -1), new)
+        places = self._heads_places(key.shape[1])
+        key.view(-1, key.shape[3]).index_copy_(0, places, new.key_TKD[self.rows].flatten(0, 1))
+        value.view(-1, value.shape[3]).index_copy_(0, places, new.value_TKD[self.rows].flatten(0, 1))
+        return key[:count, :, : self.masks.kv_length], value[:count, :, : self.masks.kv_length]
+
+    def _heads_places(self, num_heads: int) -> torch.Tensor:
+        """int64 [N * K], where a token's heads go when rows, heads and positions are counted through."""
+        places = self._places.get(num_heads)
+        if places is None:
+            device, length = self.positions.device, self.lane.kv_length
+            starts = torch.arange(len(self.positions) * num_heads, device=device).mul_(length)
+            places = (starts.view(-1, num_heads) + self.positions.unsqueeze(1)).flatten()
+            self._places[num_heads] = places
+        return places

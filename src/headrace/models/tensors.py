@@ -31,9 +31,7 @@ def to_blobs(model: torch.nn.Module) -> Iterator[TensorBlob]:
     """Every distinct tensor of the model; on a CPU the bytes are the model's own memory, not a copy."""
     for name, tensor in named_tensors(model).items():
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        yield TensorBlob(
-            name=name, dtype=_DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data
-        )
+        yield TensorBlob(name=name, dtype=_DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
 
 
 def load_blobs(model: torch.nn.Module, blobs: Iterable[TensorBlob]) -> None:

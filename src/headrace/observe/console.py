@@ -74,6 +74,8 @@ class ConsoleSink:
             self._say(message(event, fields))
         elif self._mode == "plain":
             self._plain(event, fields)
+        if event == events.STEP and fields.get("skipped"):
+            self._say(f"warning: {self.progress.message}")
 
     def close(self) -> None:
         self._end_live()

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.errors import HeadraceError
+from headrace.errors import CheckpointError
 
 
 class JsonlSink:
@@ -31,7 +31,7 @@ class JsonlSink:
             # Unbuffered: an event is on disk when emit returns, and a full disk leaves nothing to fail later.
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
-            raise HeadraceError(f"event file {path} cannot be opened: {error.strerror}") from error
+            raise CheckpointError(f"event file {path} cannot be opened: {error.strerror}") from error
 
     def emit(self, event: str, fields: Mapping[str, Any]) -> None:
         line = {"time": round(self._clock(), 3), "event": event, **fields}
@@ -47,7 +47,7 @@ class JsonlSink:
             while pending:
                 pending = pending[self._file.write(pending) :]
         except OSError as error:
-            raise HeadraceError(
+            raise CheckpointError(
                 f"event file {self._path} cannot be written: {error.strerror}; free space and resume the run"
             ) from error
         self._mid_line = False

@@ -13,12 +13,13 @@ by ``checkpoint.recover``. ``max_lag = 0`` is synchronous training through exact
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.errors import CheckpointError, DeadlineError, RewardError
+from headrace.errors import CheckpointError, DeadlineError, HeadraceError, RewardError, TaskError
 from headrace.protocols import Cluster, Environment, Scorer, Sink, TaskSource
 from headrace.runtime.batches import describe, make_batch
 from headrace.runtime.buffer import ReadyGroup, RolloutBuffer
@@ -38,7 +39,7 @@ T = TypeVar("T")
 FREE_FAILURES = 3
 """Failed groups that are forgiven before the error budget counts as a share."""
 BARREN_STEPS = 20
-"""Zero-variance drops in a row, in batches' worth of groups, after which there is nothing to learn."""
+"""Groups without anything to learn from, in batches' worth and none usable in between, that end the run."""
 
 
 class Pipeline:
@@ -79,7 +80,7 @@ class Pipeline:
             environment=environment,
             scorer=scorer,
             record=self._record,
-            on_ready=self._buffer.put,
+            on_ready=self._ready,
             on_dropped=self._dropped,
             on_fatal=self._fail,
         )
@@ -87,7 +88,10 @@ class Pipeline:
         self._background: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._barren = 0
+        self._barren: Counter[DropReason] = Counter()
+        # A run resumed with its fault mended starts with a whole error budget.
+        self._num_failed = 0
+        self._num_groups_before = self.state.next_group - len(self.state.groups)
 
     def request_stop(self) -> None:
         """Finish the step under way, save everything, return."""
@@ -134,7 +138,9 @@ class Pipeline:
             )
         for step, groups in self._recovery.batches:
             self._sink.emit("phase", {"text": f"training step {step} again from the journal"})
-            await self._step([self._rebuild(group) for group in groups])
+            result = await self._step([self._rebuild(group) for group in groups])
+            if result.skipped:
+                self._sink.emit("warning", {"text": f"step {step} was skipped: {result.skipped}"})
 
     def _adopt(self) -> None:
         """Take up the groups the journal holds: finished ones are not generated again."""
@@ -250,26 +256,38 @@ class Pipeline:
             self._buffer.remove(group)
         self._runner.end(group, reason)
 
+    def _ready(self, group: ReadyGroup) -> None:
+        self._barren.clear()
+        self._buffer.put(group)
+
     def _dropped(self, group: int, reason: DropReason, detail: str) -> None:
         self._sink.emit("drop", {"group": group, "reason": reason, "detail": detail})
         self._slots.release((group,))
         self._buffer.notify()
-        self._barren = self._barren + 1 if reason == "zero-variance" else 0
-        if self._barren >= BARREN_STEPS * self._plan.groups_per_step:
+        self._barren[reason] += 1
+        if self._barren[reason] >= BARREN_STEPS * self._plan.groups_per_step:
+            self._fail(self._nothing_to_learn(reason, detail))
+        self._num_failed += reason == "failed"
+        num_groups = self.state.next_group - self._num_groups_before
+        if self._num_failed > max(FREE_FAILURES, self._plan.error_budget * num_groups):
             self._fail(
                 RewardError(
-                    f"{self._barren} groups in a row had equal rewards, so there is nothing to learn; "
-                    "use easier or harder tasks, a warm start, or rollout.drop_zero_variance = false"
-                )
-            )
-        budget = max(FREE_FAILURES, self._plan.error_budget * self.state.next_group)
-        if self.state.num_failed_groups > budget:
-            self._fail(
-                RewardError(
-                    f"{self.state.num_failed_groups} of {self.state.next_group} groups failed, over "
+                    f"{self._num_failed} of {num_groups} groups failed, over "
                     f"reward.error_budget = {self._plan.error_budget:g}; the last one: {detail}"
                 )
             )
+
+    def _nothing_to_learn(self, reason: DropReason, detail: str) -> HeadraceError | None:
+        """Drops of this kind would go on for ever; None: they are no fault of the tasks."""
+        number = self._barren[reason]
+        if reason == "zero-variance":
+            return RewardError(
+                f"{number} groups had equal rewards and none in between differed, so there is nothing to "
+                "learn; use easier or harder tasks, a warm start, or rollout.drop_zero_variance = false"
+            )
+        if reason == "over-length":
+            return TaskError(f"{number} groups had prompts too long for the model, none fitted; {detail}")
+        return None
 
     def _unfinished(self) -> dict[int, int]:
         return {g: live.version for g, live in self.state.groups.items() if live.scored is None}

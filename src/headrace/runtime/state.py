@@ -50,7 +50,6 @@ class RunState:
     next_group: int = 0
     """Group ``n`` attempts task ``n`` of the source, so this is the task cursor too."""
     num_trained_groups: int = 0
-    num_failed_groups: int = 0
     ledger: AttemptLedger = field(default_factory=AttemptLedger)
     groups: dict[int, LiveGroup] = field(default_factory=dict)
     progress: int = 0
@@ -68,7 +67,6 @@ class RunState:
             "version": self.version,
             "next_group": self.next_group,
             "num_trained_groups": self.num_trained_groups,
-            "num_failed_groups": self.num_failed_groups,
             "ledger": self.ledger.snapshot(),
             "groups": [
                 {name: getattr(group, name) for name in LiveGroup.__dataclass_fields__}
@@ -158,7 +156,6 @@ def _with_rewards(episode: Episode, rewards: dict[str, float | None]) -> Episode
 def _drop(state: RunState, r: dict[str, Any]) -> None:
     live = state.live(r["group"])
     state.ledger.drop(live.group, range(live.num_attempts), r["reason"])
-    state.num_failed_groups += r["reason"] == "failed"
     del state.groups[live.group]
 
 

@@ -22,7 +22,10 @@ def build_scorer(settings: Mapping[str, Any]) -> FunctionScorer:
     if unknown:
         raise ConfigError(f"scorer setting {unknown[0]!r} is unknown: use {', '.join(_KEYS)}")
     return FunctionScorer(
-        {name: resolve(reference) for name, reference in settings["functions"].items()},
+        {
+            name: resolve(reference, what="reward.functions")
+            for name, reference in settings["functions"].items()
+        },
         weights=settings.get("weights"),
         timeout_s=settings.get("timeout_s", 60.0),
         retries=settings.get("retries", 1),

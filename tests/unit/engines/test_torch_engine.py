@@ -53,7 +53,13 @@ def test_grouped_query_and_softcap_models_are_invariant_too(tmp_path, run_engine
     from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 
     make_tiny_model(
-        tmp_path, family="gemma2", vocab_size=61, num_kv_heads=2, softcap=4.0, init_std=0.12, tie_embeddings=False
+        tmp_path,
+        family="gemma2",
+        vocab_size=61,
+        num_kv_heads=2,
+        softcap=4.0,
+        init_std=0.12,
+        tie_embeddings=False,
     )
     engines = [TorchEngine(load_model(tmp_path), ledger=TimeLedger(ENGINE_ACTIVITIES)) for _ in range(2)]
     together = run_engine(engines[0], *crowd)
@@ -117,7 +123,9 @@ def test_a_long_prompt_is_shared_while_it_is_still_being_computed(make_engine, r
     assert engine.counters()["prefill_tokens"] == 200 + 2 * 8
 
 
-def test_a_completion_is_found_again_as_part_of_the_next_prompt(make_engine, run_engine, make_request, same_bits):
+def test_a_completion_is_found_again_as_part_of_the_next_prompt(
+    make_engine, run_engine, make_request, same_bits
+):
     engine = make_engine()
     first = run_engine(engine, make_request("t1", prompt=20, max_tokens=30))["t1"]
     prompt = np.concatenate((make_request("t1", prompt=20).prompt_ids, first.token_ids, [5, 6]))
@@ -179,7 +187,9 @@ def test_versions_are_stamped_by_the_pass_that_made_the_token(make_engine, make_
     np.testing.assert_array_equal(got.kv_versions, [[0, 15], [7, 6]])
 
 
-def test_blocks_from_before_an_update_are_not_matched(make_engine, run_engine, make_request, other_weights, same_bits):
+def test_blocks_from_before_an_update_are_not_matched(
+    make_engine, run_engine, make_request, other_weights, same_bits
+):
     engine = make_engine()
     prompt = np.arange(50) % 61
     run_engine(engine, make_request("before", prompt=prompt))
@@ -206,7 +216,9 @@ def test_blocks_that_attended_to_older_rows_are_not_matched(
     fresh = make_engine()
     fresh.apply(1, to_blobs(other_weights))
     # The first run publishes fresh leading blocks, whose chain the crossing request's later ones continue.
-    run_engine(engine, make_request("lead", prompt=np.concatenate((crossing.prompt_ids, done.token_ids[:20]))))
+    run_engine(
+        engine, make_request("lead", prompt=np.concatenate((crossing.prompt_ids, done.token_ids[:20])))
+    )
     assert same_bits(run_engine(engine, follow)["follow"], run_engine(fresh, follow)["follow"])
 
 
@@ -221,7 +233,9 @@ def test_recompute_option_rewrites_running_rows(make_engine, run_engine, make_re
     np.testing.assert_array_equal(got.kv_versions, [[3, 21]])
 
 
-def test_an_update_that_does_not_fit_changes_nothing(make_engine, run_engine, make_request, other_weights, same_bits):
+def test_an_update_that_does_not_fit_changes_nothing(
+    make_engine, run_engine, make_request, other_weights, same_bits
+):
     engine = make_engine()
     blobs = list(to_blobs(other_weights))
     with pytest.raises(WeightSyncError, match="missing"):

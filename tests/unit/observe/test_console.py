@@ -100,6 +100,12 @@ def test_plain_lines_align_under_their_header() -> None:
     assert header.index("idle") == first.index("engine-0") == second.index("engine-0")
 
 
+@pytest.mark.parametrize("mode", ["plain", "live"])
+def test_a_skipped_update_is_said_under_its_step(mode: ConsoleMode) -> None:
+    lines = plain_output([("step", step(1)), ("step", step(2, skipped="the loss is not finite"))], mode)
+    assert sum("warning: step 2 was skipped: the loss is not finite" in line for line in lines) == 1
+
+
 def test_plain_header_comes_back_every_twenty_steps() -> None:
     lines = plain_output([("step", step(n)) for n in range(1, 42)])
     assert [i for i, line in enumerate(lines) if "reward" in line] == [0, 21, 42]

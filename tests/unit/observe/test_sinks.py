@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.errors import HeadraceError
+from headrace.errors import CheckpointError
 from headrace.observe.events import Fanout
 from headrace.observe.jsonl import JsonlSink, read_events
 from headrace.types import RoleStatus
@@ -85,13 +85,13 @@ def test_a_resumed_run_appends_after_a_torn_line(tmp_path: Path) -> None:
 
 
 def test_unwritable_places_are_named(tmp_path: Path) -> None:
-    with pytest.raises(HeadraceError, match=r"absent/events\.jsonl cannot be opened"):
+    with pytest.raises(CheckpointError, match=r"absent/events\.jsonl cannot be opened"):
         JsonlSink(tmp_path / "absent" / "events.jsonl")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_an_error_that_says_so() -> None:
     sink = JsonlSink("/dev/full")
-    with pytest.raises(HeadraceError, match="No space left on device; free space"):
+    with pytest.raises(CheckpointError, match="No space left on device; free space"):
         sink.emit("phase", {"text": "x"})
     sink.close()

@@ -100,5 +100,7 @@ def test_an_unreadable_state_names_the_checkpoint_and_the_remedy(tmp_path, damag
     run(tmp_path, plan, stop_after_s=0.35)
     newest = max((tmp_path / "checkpoints").iterdir())
     damage(newest / STATE_FILE)
-    with pytest.raises(CheckpointError, match=rf"{newest.name}/{STATE_FILE} cannot be read.*remove .*to resume"):
+    with pytest.raises(
+        CheckpointError, match=rf"{newest.name}/{STATE_FILE} cannot be read.*remove .*to resume"
+    ):
         run(tmp_path, plan)

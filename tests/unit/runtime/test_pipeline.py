@@ -7,8 +7,9 @@ import pytest
 from harness import MemorySink, OneTurn, ParityScorer, make_pipeline, make_plan
 
 from headrace.engines.scripted import ScriptedEngine
-from headrace.errors import DeadlineError, RewardError
+from headrace.errors import CheckpointError, DeadlineError, PromptTooLongError, RewardError, TaskError
 from headrace.plan import virtual_clock
+from headrace.runtime.pipeline import BARREN_STEPS
 from headrace.trainers.scripted import ScriptedTrainer
 
 
@@ -131,6 +132,14 @@ def test_failures_over_the_error_budget_stop_the_run_with_the_reason(tmp_path):
         run(tmp_path, make_plan(), scorer=lambda: FailingScorer(set(range(1000))))
 
 
+def test_a_resumed_run_starts_with_a_whole_error_budget(tmp_path):
+    with pytest.raises(RewardError, match="4 of 7 groups failed"):
+        run(tmp_path, make_plan(), scorer=lambda: FailingScorer(set(range(1000))))
+    state, _, _ = run(tmp_path, make_plan(), scorer=lambda: FailingScorer({6, 9}))
+    assert state.step == 6
+    assert state.ledger.attempts()["dropped:failed"] == 6 * 3
+
+
 def test_a_run_in_which_nothing_moves_says_what_it_waited_for(tmp_path):
     plan = make_plan(stall_s=50, attempt_s=1e6)
     with pytest.raises(DeadlineError, match=r"2 more finished groups"):
@@ -188,3 +197,58 @@ def test_a_stop_is_heeded_at_the_next_step_though_the_next_batch_is_ready(tmp_pa
         return await pipeline.run()
 
     assert virtual_clock.run(stopped()).step == 1
+
+
+def test_a_run_goes_on_through_any_number_of_barren_groups_that_are_not_in_a_row(tmp_path):
+    plan = make_plan(drop_zero_variance=True, group_size=2, steps=60)
+    state, _, _ = run(tmp_path, plan)
+    assert state.step == plan.steps
+    assert state.ledger.attempts()["dropped:zero-variance"] > BARREN_STEPS * plan.groups_per_step * 2
+
+
+class EqualScorer(ParityScorer):
+    async def score(self, task, episodes):
+        return [{"equal": 0.5} for _ in episodes]
+
+
+def test_groups_with_equal_rewards_and_nothing_else_stop_the_run(tmp_path):
+    with pytest.raises(RewardError, match=r"40 groups had equal rewards.*rollout\.drop_zero_variance"):
+        run(tmp_path, make_plan(drop_zero_variance=True), scorer=EqualScorer)
+
+
+class ShortContext(OneTurn):
+    """Only a few tasks have a prompt that fits."""
+
+    def __init__(self, fitting):
+        super().__init__()
+        self._fitting = fitting
+
+    async def run(self, task, policy):
+        if int(task.id) not in self._fitting:
+            raise PromptTooLongError(f"task {task.id} has a prompt of 70 tokens")
+        return await super().run(task, policy)
+
+
+def test_a_prompt_longer_than_the_context_drops_its_own_group_only(tmp_path):
+    plan = make_plan()
+    state, trainer, sink = run(tmp_path, plan, environment=lambda: ShortContext(set(range(1000)) - {3, 4, 7}))
+    assert state.step == plan.steps
+    assert [(d["group"], d["reason"]) for d in sink.of("drop")] == [(g, "over-length") for g in (3, 4, 7)]
+    assert "70 tokens" in sink.of("drop")[0]["detail"]
+    assert state.ledger.attempts()["dropped:over-length"] == 3 * plan.group_size
+    assert len(trainer.counts) == plan.steps * plan.groups_per_step * plan.group_size
+
+
+def test_prompts_that_are_all_too_long_stop_the_run_instead_of_being_tried_for_ever(tmp_path):
+    with pytest.raises(TaskError, match=r"40 groups had prompts too long.*70 tokens"):
+        run(tmp_path, make_plan(), environment=lambda: ShortContext({0}))
+
+
+def test_a_sink_that_cannot_write_ends_the_run_with_its_own_error(tmp_path):
+    class FullSink(MemorySink):
+        def emit(self, event, fields):
+            if event == "drop":
+                raise CheckpointError("the event file cannot be written")
+
+    with pytest.raises(CheckpointError, match="the event file cannot be written"):
+        run(tmp_path, make_plan(drop_zero_variance=True), scorer=EqualScorer, sink=FullSink)

@@ -1,0 +1,256 @@
+"""The engine on an event loop: futures, progress, the four interrupt modes, and failure."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from headrace.engines.driver import EngineDriver
+from headrace.engines.torch_engine import TorchEngine
+from headrace.errors import RoleError, TaskError, WeightSyncError
+from headrace.models.loading import load_model, make_tiny_model
+from headrace.models.tensors import to_blobs
+from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
+from headrace.types import WeightManifest
+
+WAIT_S = 30.0
+
+
+class MemoryReceiver:
+    """Hands out bundles kept in a dict by version."""
+
+    def __init__(self):
+        self.bundles = {}
+        self.closed = False
+
+    def receive(self, manifest):
+        yield from self.bundles[manifest.version]
+
+    def close(self):
+        self.closed = True
+
+
+def manifest(version):
+    return WeightManifest(
+        version=version, base_version=None, kind="full", transport="memory", location="", num_bytes=0, digest="",
+        slots=(),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def new_blobs(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("new")
+    model = make_tiny_model(
+        directory, vocab_size=61, init_std=0.12, tie_embeddings=False, context_tokens=256, seed=1
+    )
+    return list(to_blobs(model))
+
+
+@pytest.fixture
+def driver(tiny_checkpoint, new_blobs):
+    ledger = TimeLedger(ENGINE_ACTIVITIES)
+    core = TorchEngine(load_model(tiny_checkpoint), ledger=ledger)
+    receiver = MemoryReceiver()
+    receiver.bundles = {1: new_blobs, 2: new_blobs[:-1]}
+    return EngineDriver(core, receiver, ledger=ledger, progress_tokens=8)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, WAIT_S))
+
+
+async def start(driver, *requests, passes=5):
+    """Start requests and let a few passes happen."""
+    tasks = [asyncio.ensure_future(driver.generate(request)) for request in requests]
+    for _ in range(passes):
+        await asyncio.sleep(0)
+    return tasks
+
+
+def test_many_requests_finish_and_report_progress(driver, make_request):
+    async def main():
+        seen = []
+        others = [driver.generate(make_request(i, max_tokens=10 + i)) for i in range(5)]
+        got, *rest = await asyncio.gather(
+            driver.generate(make_request("a", max_tokens=30), on_progress=seen.append), *others
+        )
+        assert got.num_tokens == 30 and [c.num_tokens for c in rest] == [10, 11, 12, 13, 14]
+        assert [c.num_tokens for c in seen] == [8, 16, 24]
+        assert all(c.finish_reason == "abort" for c in seen)
+        np.testing.assert_array_equal(seen[-1].token_ids, got.token_ids[:24])
+        status = await driver.status()
+        assert status.counters["generated_tokens"] == 90 and status.counters["running"] == 0
+        await driver.close()
+
+    run(main())
+
+
+def test_a_bad_request_fails_alone(driver, make_request):
+    async def main():
+        good = asyncio.ensure_future(driver.generate(make_request("good")))
+        with pytest.raises(TaskError):
+            await driver.generate(make_request("bad", prompt=400))
+        assert (await good).num_tokens == 20
+        await driver.close()
+
+    run(main())
+
+
+def test_abort_returns_what_was_sampled(driver, make_request):
+    async def main():
+        a, b = await start(driver, make_request("a", max_tokens=100), make_request("b"))
+        await driver.abort(["a", "unknown"])
+        part = await a
+        assert part.finish_reason == "abort" and 0 < part.num_tokens < 100
+        assert (await b).num_tokens == 20
+        await driver.close()
+
+    run(main())
+
+
+def test_a_cancelled_caller_leaves_nothing_behind(driver, make_request):
+    async def main():
+        (task,) = await start(driver, make_request("a", max_tokens=100))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await driver.status()).counters["running"] == 0
+        assert (await driver.generate(make_request("a"))).num_tokens == 20
+        await driver.close()
+
+    run(main())
+
+
+def test_never_swaps_between_two_passes(driver, make_request):
+    async def main():
+        (task,) = await start(driver, make_request("a", max_tokens=40))
+        await driver.begin_update("never")
+        await asyncio.sleep(0)
+        assert await driver.apply(manifest(1)) == 1
+        got = await task
+        assert got.num_tokens == 40 and set(got.versions) == {0, 1} and (np.diff(got.versions) >= 0).all()
+        await driver.close()
+
+    run(main())
+
+
+def test_block_freezes_until_applied(driver, make_request):
+    async def main():
+        (task,) = await start(driver, make_request("a", max_tokens=40))
+        await driver.begin_update("block")
+        frozen = (await driver.status()).progress
+        late = asyncio.ensure_future(driver.generate(make_request("late")))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (await driver.status()).progress == frozen
+        await driver.apply(manifest(1))
+        got, other = await asyncio.gather(task, late)
+        assert set(got.versions) == {0, 1} and set(other.versions) == {1}
+        assert got.kv_versions[0, 0] == 0 and got.kv_versions[-1, 0] == 1
+        assert (await driver.status()).seconds["paused-for-weights"] > 0
+        await driver.close()
+
+    run(main())
+
+
+def test_drain_finishes_what_runs_and_starts_nothing(driver, make_request):
+    async def main():
+        (task,) = await start(driver, make_request("a", max_tokens=40))
+        update = asyncio.ensure_future(driver.begin_update("drain"))
+        await asyncio.sleep(0)
+        late = asyncio.ensure_future(driver.generate(make_request("late")))
+        await update
+        assert task.done() or (await driver.status()).counters["running"] == 0
+        assert not late.done()
+        await driver.apply(manifest(1))
+        got, other = await asyncio.gather(task, late)
+        assert set(got.versions) == {0} and set(other.versions) == {1}
+        await driver.close()
+
+    run(main())
+
+
+def test_abort_mode_returns_partials_and_holds_newcomers(driver, make_request):
+    async def main():
+        (task,) = await start(driver, make_request("a", max_tokens=40))
+        await driver.begin_update("abort")
+        part = await task
+        assert part.finish_reason == "abort" and part.num_tokens > 0
+        resumed = asyncio.ensure_future(driver.generate(make_request("a", max_tokens=40, prefix=part)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not resumed.done()
+        await driver.apply(manifest(1))
+        got = await resumed
+        np.testing.assert_array_equal(got.versions, [0] * part.num_tokens + [1] * (40 - part.num_tokens))
+        np.testing.assert_array_equal(got.kv_versions, [[1, 12 + 39]])
+        await driver.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("mode", ["block", "drain", "abort"])
+def test_a_failed_update_keeps_the_old_weights_and_can_be_cancelled(driver, make_request, mode):
+    async def main():
+        await driver.begin_update(mode)
+        waiting = asyncio.ensure_future(driver.generate(make_request("a")))
+        await asyncio.sleep(0)
+        with pytest.raises(WeightSyncError):
+            await driver.apply(manifest(2))
+        assert not waiting.done() and (await driver.status()).version == 0
+        await driver.cancel_update()
+        assert set((await waiting).versions) == {0}
+        await driver.close()
+
+    run(main())
+
+
+def test_a_failing_step_reaches_every_waiter(driver, make_request, monkeypatch):
+    def broken(self):
+        raise RuntimeError("no more memory")
+
+    async def main():
+        tasks = [asyncio.ensure_future(driver.generate(make_request(i))) for i in range(3)]
+        monkeypatch.setattr(TorchEngine, "step", broken)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [str(r) for r in results] == ["no more memory"] * 3
+        with pytest.raises(RoleError, match="no more memory"):
+            await driver.generate(make_request("later"))
+        await driver.close()
+
+    run(main())
+
+
+def test_close_returns_partials_and_refuses_more(driver, make_request):
+    async def main():
+        (task,) = await start(driver, make_request("a", max_tokens=100))
+        await driver.close()
+        await driver.close()
+        assert (await task).finish_reason == "abort"
+        assert driver._receiver.closed
+        with pytest.raises(RoleError, match="closed"):
+            await driver.generate(make_request("b"))
+
+    run(main())
+
+
+def test_seconds_add_up_to_the_age(tiny_checkpoint, make_request):
+    ticks = iter(range(10**6))
+    ledger = TimeLedger(ENGINE_ACTIVITIES, clock=lambda: float(next(ticks)))
+    driver = EngineDriver(
+        TorchEngine(load_model(tiny_checkpoint), ledger=ledger), MemoryReceiver(), ledger=ledger
+    )
+
+    async def main():
+        await driver.generate(make_request("a"))
+        await driver.begin_update("block")
+        await driver.cancel_update()
+        await driver.generate(make_request("b"))
+        seconds = (await driver.status()).seconds
+        assert sum(seconds.values()) == next(ticks) - 1
+        assert all(seconds[name] > 0 for name in ENGINE_ACTIVITIES)
+        await driver.close()
+
+    run(main())
