@@ -192,6 +192,7 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
             with _stop_on_signal(pipeline, sink):
                 state = await pipeline.run()
             sink.emit("run.end", await pipeline.closing())
+            await scorer.close()
         finally:
             await cluster.close()
     finally:

@@ -59,11 +59,7 @@ _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 def encode(value: Any) -> bytes:
     """Bytes of ``value``; raises TypeError naming the path of anything the contract does not carry."""
     encoder = _Encoder()
-    try:
-        head = _to_json(encoder.walk(value)).encode()
-    except _Unsupported as e:
-        raise TypeError(f"{_path_of_fault(value) or 'value'}: {e} cannot cross a process boundary") from None
-    return _HEADER.pack(len(head)) + head + encoder.body()
+    return _frame(encoder.tree(value), encoder)
 
 
 def decode(frame: bytes | memoryview) -> Any:
@@ -75,12 +71,48 @@ def decode(frame: bytes | memoryview) -> Any:
     return _decoded(tree, load(body) if body else {})
 
 
+class FrameBuilder:
+    """Several values in one frame, decoded as a list: the cost of a frame is paid once for all of them.
+
+    A value that cannot be carried raises when it is added and leaves the others as they were. The arrays
+    of what was added must not change before ``take``.
+    """
+
+    def __init__(self) -> None:
+        self._encoder = _Encoder()
+        self._trees: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._trees)
+
+    def add(self, value: Any) -> None:
+        self._trees.append(self._encoder.tree(value))
+
+    def take(self) -> bytes:
+        """The frame of everything added since the last ``take``."""
+        trees, encoder = self._trees, self._encoder
+        self._trees, self._encoder = [], _Encoder()
+        return _frame(trees, encoder)
+
+
+def _frame(tree: Any, encoder: _Encoder) -> bytes:
+    head = _to_json(tree).encode()
+    return _HEADER.pack(len(head)) + head + encoder.body()
+
+
 class _Encoder:
-    """Turns a value into a JSON tree and collects its arrays, by dtype."""
+    """Turns values into JSON trees and collects their arrays, by dtype."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[np.ndarray]] = {}
         self._sizes: dict[str, int] = {}
+
+    def tree(self, value: Any) -> Any:
+        try:
+            return self.walk(value)
+        except _Unsupported as e:
+            where = _path_of_fault(value) or "value"
+            raise TypeError(f"{where}: {e} cannot cross a process boundary") from None
 
     def walk(self, v: Any) -> Any:
         kind = type(v)

@@ -1,24 +1,29 @@
 """Counter-based random numbers: the noise of a draw depends only on (seed, position, token id).
 
 In: one (seed, position) pair a row and a vocabulary size. Out: a float32 matrix of standard exponential
-variates. Nothing is stored between calls, so a request that is interrupted and resumed, or computed in
+variates. Nothing depends on earlier calls, so a request that is interrupted and resumed, or computed in
 another batch, meets the same noise. Small variates, which decide a draw, are resolved to 2**-31.
 
-The hash is the "lowbias32" integer mixer (C. Wellons, 2018) with half of a 64-bit row key entering before
-and half between its rounds; left out: any cryptographic claim.
+Tokens and rows get 64-bit keys from splitmix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number
+Generators", 2014); a variate mixes one of each by two multiplications and keeps the upper bits. Left
+out: any cryptographic claim.
 
 Shape legend: R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 
-_SPREAD = 0x9E3779B9 - 2**32
-_MIX_A = 0x7FEB352D
-_MIX_B = 0x846CA68B - 2**32
-_BELOW_ONE = 1.0 - 2.0**-24
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_A = 0xFF51AFD7ED558CCD - 2**64
+_MIX_B = 0xC4CEB9FE1A85EC53 - 2**64
+_KEPT_BITS = 31
+# Just under 2**-31, so that the largest value, which float32 rounds up, stays below one.
+_UNIT = 2.0**-_KEPT_BITS * (1.0 - 2.0**-23)
 
 
 def seed_key(seed: int) -> int:
@@ -28,24 +33,28 @@ def seed_key(seed: int) -> int:
 
 def row_keys(seed_keys_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
     """uint64 [R], well mixed from ``seed_key`` values and int64 positions."""
-    return _splitmix(seed_keys_R ^ (positions_R.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)))
+    return _splitmix(seed_keys_R ^ (positions_R.astype(np.uint64) * _GOLDEN))
+
+
+def exponential(keys_R: np.ndarray, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """float32 [R, V] of standard exponential variates, all finite and above zero."""
+    keys_R1 = torch.from_numpy(keys_R.view(np.int64)).to(device).unsqueeze(1)
+    x_RV = (_token_keys(vocab_size, device) ^ keys_R1).mul_(_MIX_A)
+    x_RV = x_RV.bitwise_xor_(x_RV >> 32).mul_(_MIX_B)
+    x_RV = x_RV.bitwise_right_shift_(64 - _KEPT_BITS).bitwise_and_(2**_KEPT_BITS - 1)
+    # Float32 rounds only large values here, so the small ones, which decide, keep all their bits.
+    u_RV = x_RV.to(torch.float32).add_(0.5).mul_(-_UNIT)
+    return u_RV.log1p_().neg_()
 
 
 def _splitmix(x: np.ndarray) -> np.ndarray:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def exponential(keys_R: np.ndarray, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """float32 [R, V] of standard exponential variates, all finite and above zero."""
-    halves = torch.from_numpy(keys_R.view(np.int32).reshape(-1, 2)).to(device)
-    tokens_V = torch.arange(vocab_size, dtype=torch.int32, device=device).mul_(_SPREAD)
-    x_RV = tokens_V ^ halves[:, :1]
-    x_RV.bitwise_xor_((x_RV >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A).add_(halves[:, 1:])
-    x_RV.bitwise_xor_((x_RV >> 15).bitwise_and_(0x1FFFF)).mul_(_MIX_B)
-    x_RV.bitwise_xor_((x_RV >> 16).bitwise_and_(0xFFFF)).bitwise_and_(0x7FFFFFFF)
-    # Float32 rounds only large values, so the small ones, which decide, keep all 31 bits.
-    u_RV = x_RV.to(torch.float32).add_(0.5).mul_(-(2.0**-31)).clamp_(min=-_BELOW_ONE)
-    return u_RV.log1p_().neg_()
+@lru_cache(maxsize=4)
+def _token_keys(vocab_size: int, device: torch.device) -> torch.Tensor:
+    """int64 [V], the same for every call."""
+    return torch.from_numpy(_splitmix(np.arange(vocab_size, dtype=np.uint64)).view(np.int64)).to(device)

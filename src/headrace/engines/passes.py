@@ -9,7 +9,9 @@ Shape legend: T rows of the pass, N rows of a group, R rows whose logits are wan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +33,14 @@ _COLLECTED_TOKENS = 4096
 """Key-value rows collected for one attention call: few enough to be still in the cache when read."""
 
 
+class Piece(NamedTuple):
+    """Consecutive rows of one sequence, the first at position ``start``."""
+
+    token_ids: np.ndarray
+    start: int
+    table: np.ndarray
+
+
 class Rows:
     """Collects the rows of one pass."""
 
@@ -48,18 +58,19 @@ class Rows:
     def add_lane(
         self, rows: LaneRows, token_ids: np.ndarray, positions: np.ndarray, tables: np.ndarray
     ) -> None:
-        """Decoding rows in the order of a lane."""
+        """Decoding rows in the order of a lane; ``tables`` is that of all slots."""
         kv_length, size = rows.lane.kv_length, self._block_size
         read_length = -(-(int(positions.max()) + 1) // size) * size if self._trims else kv_length
-        loads = None
+        loads = moves = None
         if rows.loads is not None:
-            blocks = tables[rows.loads, : kv_length // size].reshape(-1)
+            blocks = tables[rows.slots[rows.loads], : kv_length // size].reshape(-1)
             loads = (self._tensor(rows.loads), self._tensor(blocks))
-        moves = rows.moves and (self._tensor(rows.moves[0]), self._tensor(rows.moves[1]))
+        if rows.moves is not None:
+            moves = (self._tensor(rows.moves[0]), self._tensor(rows.moves[1]))
         where = self._tensor(positions)
         span = slice(self.num_rows, self.num_rows + len(token_ids))
         self.groups.append(LaneGroup(span, Masks(where, read_length), rows.lane, where, moves, loads))
-        self._add(token_ids, positions, self._own_slots(positions, tables))
+        self._add(token_ids, positions, tables[rows.slots, positions // size] * size + positions % size)
 
     def add_each(self, token_ids: np.ndarray, positions: np.ndarray, tables: np.ndarray) -> np.ndarray:
         """Rows with a block table each; returns where in the pass each of them is."""
@@ -75,29 +86,50 @@ class Rows:
                 self._group(a, b, blocks, b - a, kv_length, positions)
         where = np.empty(len(order), dtype=np.int64)
         where[order] = self.num_rows + np.arange(len(order))
-        self._add(token_ids, positions, self._own_slots(positions, tables))
+        slots = tables[np.arange(len(order)), positions // self._block_size] * self._block_size
+        self._add(token_ids, positions, slots + positions % self._block_size)
         return where
 
     def add_chunk(self, token_ids: np.ndarray, start: int, table: np.ndarray) -> None:
-        """Consecutive rows of one sequence, the first at position ``start``."""
-        size = self._block_size
-        positions = np.arange(start, start + len(token_ids))
-        lengths = self._padded[positions + 1]
-        for a, b in _spans(lengths):
-            kv_length = int(lengths[a])
-            self._group(a, b, table[: kv_length // size], 1, kv_length, positions)
-        self._add(token_ids, positions, table[positions // size] * size + positions % size)
+        """Consecutive rows of one sequence, which stay in order."""
+        self.add_chunks([Piece(token_ids, start, table)])
+
+    def add_chunks(self, chunks: Sequence[Piece]) -> list[int]:
+        """Consecutive rows of many sequences; returns where the last row of each is. Pieces of equal
+        padded length and equal row count share a call."""
+        alike: dict[tuple[int, int], list[tuple[int, Piece]]] = {}
+        for i, chunk in enumerate(chunks):
+            lengths = self._padded[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
+            for a, b in _spans(lengths):
+                piece = Piece(chunk.token_ids[a:b], chunk.start + a, chunk.table)
+                alike.setdefault((int(lengths[a]), b - a), []).append((i, piece))
+        ends = [0] * len(chunks)
+        for (kv_length, run), members in alike.items():
+            most = max(1, _COLLECTED_TOKENS // kv_length)
+            for first in range(0, len(members), most):
+                part = members[first : first + most]
+                self._add_pieces([piece for _, piece in part], kv_length)
+                for n, (i, _) in enumerate(part, start=1):
+                    ends[i] = self.num_rows - (len(part) - n) * run - 1
+        return ends
+
+    def _add_pieces(self, pieces: list[Piece], kv_length: int) -> None:
+        size, run = self._block_size, len(pieces[0].token_ids)
+        tables = np.stack([piece.table[: kv_length // size] for piece in pieces])
+        starts = np.array([piece.start for piece in pieces])
+        positions = starts[:, None] + np.arange(run)
+        slots = np.take_along_axis(tables, positions // size, axis=1) * size + positions % size
+        positions = positions.reshape(-1)
+        self._group(0, len(positions), tables.reshape(-1), len(pieces), kv_length, positions)
+        self._add(np.concatenate([piece.token_ids for piece in pieces]), positions, slots.reshape(-1))
 
     def tensors(self, min_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, positions and slots, int64 [T]; padding rows are token 0 at slot 0, a scratch row."""
-        padding = [np.zeros(max(0, min_rows - self.num_rows), dtype=np.int64)]
         parts = (self._token_ids, self._positions, self._slots)
-        token_ids, positions, slots = (self._tensor(np.concatenate(part + padding)) for part in parts)
-        return token_ids, positions, slots
-
-    def _own_slots(self, positions: np.ndarray, tables: np.ndarray) -> np.ndarray:
-        size = self._block_size
-        return tables[np.arange(len(positions)), positions // size] * size + positions % size
+        if len(self._token_ids) > 1 or self.num_rows < min_rows:
+            padding = [np.zeros(max(0, min_rows - self.num_rows), dtype=np.int64)]
+            parts = tuple([np.concatenate(part + padding)] for part in parts)
+        return self._tensor(parts[0][0]), self._tensor(parts[1][0]), self._tensor(parts[2][0])
 
     def _group(
         self, a: int, b: int, blocks: np.ndarray, num_tables: int, kv_length: int, positions: np.ndarray

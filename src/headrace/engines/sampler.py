@@ -2,8 +2,8 @@
 
 In: float32 logits and one row of settings each. Out: token ids, float32 log-probabilities of the
 distribution really sampled from (after temperature and truncation, renormalised), and the kept token
-ids of rows that were truncated. Draws are Gumbel-max, written as argmax(logit - log E) with E standard
-exponential noise keyed on (seed, position, token id), so equal requests draw equal tokens in any batch.
+ids of rows that were truncated. Draws are Gumbel-max, written as argmax(p / E) with E standard exponential
+noise keyed on (seed, position, token id), so equal requests draw equal tokens in any batch.
 
 Order of truncation: top-k, then top-p of what is left, then min-p. Ties go to the lower token id.
 
@@ -36,6 +36,11 @@ class SamplerRows:
     position: np.ndarray
     """int64 [R], index of the token within the completion."""
 
+    @property
+    def truncates(self) -> bool:
+        """True when some row's distribution is cut."""
+        return bool(self.top_k.any() or (self.top_p < 1.0).any() or self.min_p.any())
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -49,30 +54,26 @@ class Drawn:
 
 def sample(logits_RV: torch.Tensor, rows: SamplerRows) -> Drawn:
     greedy_R = rows.temperature <= 0.0
-    scaled_RV = _tempered(logits_RV, np.where(greedy_R, np.float32(1.0), rows.temperature))
-    cut_R = ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)) & ~greedy_R
+    any_greedy = bool(greedy_R.any())
     kept: dict[int, np.ndarray] = {}
-    if cut_R.any():
-        scaled_RV, kept = _truncate(scaled_RV, rows, np.flatnonzero(cut_R))
-    logprobs_RV = torch.log_softmax(scaled_RV, dim=-1)
-    scores_RV = logprobs_RV
-    if not greedy_R.all():
+    if not (rows.temperature == 1.0).all():
+        temperature_R = torch.from_numpy(np.where(greedy_R, np.float32(1.0), rows.temperature))
+        logits_RV = logits_RV / temperature_R.to(logits_RV.device).unsqueeze(1)
+    if rows.truncates:
+        cut_R = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
+        logits_RV, kept = _truncate(logits_RV, rows, np.flatnonzero(cut_R & ~greedy_R))
+    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
+    scores_RV = logprobs_RV.exp()
+    if not (any_greedy and greedy_R.all()):
         noise_RV = exponential(row_keys(rows.seed_key, rows.position), logits_RV.shape[1], logits_RV.device)
-        noise_RV.log_()
-        if greedy_R.any():
-            noise_RV[torch.from_numpy(greedy_R).to(noise_RV.device)] = 0.0
-        scores_RV = torch.sub(logprobs_RV, noise_RV, out=noise_RV)
+        if any_greedy:
+            noise_RV[torch.from_numpy(greedy_R).to(noise_RV.device)] = 1.0
+        scores_RV = scores_RV.div_(noise_RV)
     drawn_R1 = scores_RV.argmax(dim=-1, keepdim=True)
     logprobs_R = logprobs_RV.gather(1, drawn_R1).squeeze(1).cpu().numpy()
-    if greedy_R.any():
+    if any_greedy:
         logprobs_R = np.where(greedy_R, np.float32(0.0), logprobs_R)
     return Drawn(drawn_R1.squeeze(1).cpu().numpy(), logprobs_R, kept)
-
-
-def _tempered(logits_RV: torch.Tensor, temperature_R: np.ndarray) -> torch.Tensor:
-    if (temperature_R == 1.0).all():
-        return logits_RV
-    return logits_RV / torch.from_numpy(temperature_R).to(logits_RV.device).unsqueeze(1)
 
 
 def _truncate(

@@ -57,6 +57,8 @@ class Scheduler:
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     """In order of admission, the oldest first."""
+    by_slot: dict[int, Sequence] = field(default_factory=dict)
+    """The running sequences once more."""
     holding: bool = False
     """True while nothing new may start; what was started and preempted still comes back."""
     _slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -86,6 +88,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a running sequence out; its tokens are in its own arrays afterwards."""
+        del self.by_slot[sequence.slot]
         self.table.lift(sequence)
         self.running.remove(sequence)
         self._slots = np.array([other.slot for other in self.running], dtype=np.int64)
@@ -141,6 +144,7 @@ class Scheduler:
         self.table.place(sequence)
         sequence.started, sequence.kv_version = True, version
         self.running.append(sequence)
+        self.by_slot[sequence.slot] = sequence
         self._slots = np.append(self._slots, sequence.slot)
         return True
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from headrace.engines.checks import check_model, context_tokens
 from headrace.engines.kv_cache import BlockPool
 from headrace.engines.lanes import Lanes
-from headrace.engines.passes import ForwardPass, Rows
+from headrace.engines.passes import ForwardPass, Piece, Rows
 from headrace.engines.sampler import Drawn, SamplerRows, sample
 from headrace.engines.scheduler import Chunk, Scheduler, Work
 from headrace.engines.sequences import Sequence, SlotTable, new_sequence, resting_completion
@@ -36,8 +36,6 @@ from headrace.types import Completion, FinishReason, Request, TensorBlob
 _USUAL_TOKENS = 512
 """Tokens a running sequence is given room for when ``kv_tokens`` is not set."""
 
-_SHORT_CHUNK = 64
-"""Prompt chunks that end before this position are computed row by row, together with others."""
 _RESIDENT_BYTES = 512 * 2**20
 """Memory for the dense copies of decoding rows; longer rows collect their blocks in every pass."""
 
@@ -182,22 +180,13 @@ class TorchEngine:
     def _compute(self, work: Work) -> list[tuple[str, Completion]]:
         rows = self._pass.rows()
         sampled, wanted = self._add_decoding(rows, work.decode)
-        short = [chunk for chunk in work.chunks if chunk.stop <= _SHORT_CHUNK]
-        if short:
-            for chunk, last in zip(short, self._add_short(rows, short), strict=True):
-                if chunk.stop == self._table.length[chunk.sequence.slot]:
-                    sampled.append(chunk.sequence.slot)
-                    wanted.append(last)
-        for chunk in work.chunks:
+        for chunk, last in zip(work.chunks, rows.add_chunks(self._pieces(work.chunks)), strict=True):
             slot = chunk.sequence.slot
-            if chunk.stop > _SHORT_CHUNK:
-                tokens = self._table.token_ids[slot, chunk.start : chunk.stop]
-                rows.add_chunk(tokens, chunk.start, self._table.blocks[slot])
-                if chunk.stop == self._table.length[slot]:
-                    sampled.append(slot)
-                    wanted.append(rows.num_rows - 1)
             self._table.row_versions[slot, chunk.start : chunk.stop] = self.version
             self._table.computed[slot] = chunk.stop
+            if chunk.stop == self._table.length[slot]:
+                sampled.append(slot)
+                wanted.append(last)
         logits_RV = self._pass.logits(rows, np.array(wanted, dtype=np.int64))
         return self._book(np.array(sampled, dtype=np.int64), logits_RV) if sampled else []
 
@@ -213,7 +202,7 @@ class TorchEngine:
         dense = slots[resident]
         for lane in self._lanes.arrange(dense, table.tenant[dense], lengths[resident]):
             at = table.computed[lane.slots]
-            rows.add_lane(lane, table.token_ids[lane.slots, at], at, table.blocks[lane.slots])
+            rows.add_lane(lane, table.token_ids[lane.slots, at], at, table.blocks)
             ordered += lane.slots.tolist()
         wanted += range(len(ordered))
         rest = slots[~resident]
@@ -225,14 +214,13 @@ class TorchEngine:
         table.computed[slots] += 1
         return ordered, wanted
 
-    def _add_short(self, rows: Rows, chunks: list[Chunk]) -> list[int]:
-        """Short chunks of many sequences share calls; returns where the last row of each is."""
-        table = self._table
-        counts = [chunk.stop - chunk.start for chunk in chunks]
-        slots = np.repeat([chunk.sequence.slot for chunk in chunks], counts)
-        positions = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
-        where = rows.add_each(table.token_ids[slots, positions], positions, table.blocks[slots])
-        return where[np.cumsum(counts) - 1].tolist()
+    def _pieces(self, chunks: list[Chunk]) -> list[Piece]:
+        table, pieces = self._table, []
+        for chunk in chunks:
+            slot = chunk.sequence.slot
+            tokens = table.token_ids[slot, chunk.start : chunk.stop]
+            pieces.append(Piece(tokens, chunk.start, table.blocks[slot]))
+        return pieces
 
     def _resident_length(self) -> int:
         """The longest padded length whose rows get a dense copy within the memory allowed for it."""
@@ -252,21 +240,18 @@ class TorchEngine:
         )
         with torch.inference_mode():
             drawn = sample(logits_RV, settings)
-        by_slot = {sequence.slot: sequence for sequence in self._scheduler.running}
         for row, kept in drawn.kept.items():
-            by_slot[int(slots[row])].kept.append(kept)
+            self._scheduler.by_slot[int(slots[row])].kept.append(kept)
         table.append(slots, drawn.token_ids, drawn.logprobs, self.version)
         self._scheduler.counters.generated_tokens += len(slots)
-        return self._collect(slots, drawn, by_slot)
+        return self._collect(slots, drawn)
 
-    def _collect(
-        self, slots: np.ndarray, drawn: Drawn, by_slot: dict[int, Sequence]
-    ) -> list[tuple[str, Completion]]:
+    def _collect(self, slots: np.ndarray, drawn: Drawn) -> list[tuple[str, Completion]]:
         table, finished = self._table, []
         stopped = (table.stop_ids[slots] == drawn.token_ids[:, None]).any(axis=1)
         full = table.length[slots] >= table.limit[slots]
         for row in np.flatnonzero(stopped | full):
-            sequence = by_slot[int(slots[row])]
+            sequence = self._scheduler.by_slot[int(slots[row])]
             self._scheduler.finish(sequence)
             del self._live[sequence.request.id]
             reason: FinishReason = "stop" if stopped[row] else "length"

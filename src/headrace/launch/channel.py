@@ -13,6 +13,7 @@ import secrets
 import struct
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,15 @@ class Channel:
         self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
+        self._outbox = wire.FrameBuilder()
+        self._inbox: deque[Any] = deque()
 
     async def receive(self, *, max_bytes: int | None = None) -> Any:
+        while not self._inbox:
+            self._inbox.extend(await self._receive_frame(max_bytes))
+        return self._inbox.popleft()
+
+    async def _receive_frame(self, max_bytes: int | None) -> list[Any]:
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if max_bytes is not None and length > max_bytes:
@@ -57,19 +65,22 @@ class Channel:
     def post(self, message: Any) -> None:
         """Queue a message, from any thread; the order of one thread's messages is kept. What is posted
         after the other end went away is lost: the reading side learns of that, and says so."""
-        frame = wire.encode(message)
-        if threading.get_ident() == self._thread:
-            self._write(frame)
-        else:
-            self._loop.call_soon_threadsafe(self._write, frame)
+        if threading.get_ident() != self._thread:
+            self._loop.call_soon_threadsafe(self.post, message)
+            return
+        # What one turn of the event loop posts travels as one frame: an engine step may finish many requests.
+        if len(self._outbox) == 0:
+            self._loop.call_soon(self._flush)
+        self._outbox.add(message)
 
     @property
     def backlog_bytes(self) -> int:
-        """What was posted and is not yet taken by the system."""
+        """What was written and is not yet taken by the system."""
         return self._writer.transport.get_write_buffer_size()
 
     async def close(self) -> None:
         """Send what is queued, then hang up."""
+        self._flush()
         self._writer.close()
         try:
             await self._writer.wait_closed()
@@ -80,7 +91,10 @@ class Channel:
         """Hang up at once."""
         self._writer.transport.abort()
 
-    def _write(self, frame: bytes) -> None:
+    def _flush(self) -> None:
+        if len(self._outbox) == 0:
+            return
+        frame = self._outbox.take()
         if self._writer.is_closing():
             return
         header = _LENGTH.pack(len(frame))

@@ -8,8 +8,8 @@ Every row is attended on its own, as a query of length one, and its key-value le
 the pass, nor on where a prompt was cut into chunks, nor on whether its key-value rows were computed or
 found in the cache. Rows that share a table and a padded length share one call.
 
-Shape legend: T rows of the pass, N rows of a group, B blocks, S rows of a block, L padded key-value
-length, H query heads, K key-value heads, G = H / K, D head dim, W = key and value width of a row.
+Shape legend: T rows of the pass, N rows of a group, B blocks or block tables, S rows of a block, L padded
+key-value length, K key-value heads, G query heads of each, D head dim, W key and value width of a row.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class Masks:
     """int64 [N]."""
     kv_length: int
     _made: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    _by_head: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def get(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         mask = self._made.get(window)
@@ -99,6 +100,17 @@ class Masks:
             mask = torch.zeros(hidden_NL.shape, dtype=dtype, device=kv_L.device)
             mask = mask.masked_fill_(hidden_NL, float("-inf")).view(-1, 1, 1, self.kv_length)
             self._made[window] = mask
+        return mask
+
+    def by_head(
+        self, window: int | None, dtype: torch.dtype, num_tables: int, num_heads: int
+    ) -> torch.Tensor:
+        """The same for rows in equal runs of one table each: [tables * heads, rows of a run, 1, L]."""
+        mask = self._by_head.get(window)
+        if mask is None:
+            per_table = self.get(window, dtype).view(num_tables, 1, -1, 1, self.kv_length)
+            mask = per_table.expand(-1, num_heads, -1, -1, -1).flatten(0, 1)
+            self._by_head[window] = mask
         return mask
 
 
@@ -117,7 +129,8 @@ class RowGroup(Protocol):
     masks: Masks
 
     def read(self, kv: KvTensors, layer: int, new: NewRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [N or 1, K, L, D] of the group; ``kv`` already holds the new ones."""
+        """Keys and values [tables, K, L, D] of the group; ``kv`` already holds the new ones. Rows come in
+        runs of equal length, one table a run."""
         ...
 
 
@@ -128,8 +141,9 @@ class BlockGroup:
     rows: slice
     masks: Masks
     blocks: torch.Tensor
-    """int64 [tables * L / S], block ids in order of position; one table a row, or one for all rows."""
+    """int64 [tables * L / S], block ids in order of position."""
     num_tables: int
+    """A divisor of the number of rows: each run of rows / tables rows reads one table."""
 
     def read(self, kv: KvTensors, layer: int, new: NewRows) -> tuple[torch.Tensor, torch.Tensor]:
         return split_heads(kv.read(layer, self.blocks).view(self.num_tables, self.masks.kv_length, -1), new)
@@ -205,8 +219,8 @@ def paged_attention(
     options = _Options(sliding_window, scaling, softcap, s_aux)
     outputs = []
     for group in paged_plan.groups:
-        key_NKLD, value_NKLD = group.read(paged_plan.kv, layer, new)
-        outputs.append(_attend(query_TKGD[group.rows], key_NKLD, value_NKLD, group.masks, options))
+        key_BKLD, value_BKLD = group.read(paged_plan.kv, layer, new)
+        outputs.append(_attend(query_TKGD[group.rows], key_BKLD, value_BKLD, group.masks, options))
     if num_rows > paged_plan.num_rows:
         outputs.append(outputs[0].new_zeros((num_rows - paged_plan.num_rows, *outputs[0].shape[1:])))
     out_TKGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -225,20 +239,61 @@ class _Options:
 
 def _attend(
     query_NKGD: torch.Tensor,
-    key_NKLD: torch.Tensor,
-    value_NKLD: torch.Tensor,
+    key_BKLD: torch.Tensor,
+    value_BKLD: torch.Tensor,
     masks: Masks,
     options: _Options,
 ) -> torch.Tensor:
     """[N, K, G, D]. Query heads that share a key-value head are the rows of one small product."""
-    num_rows = query_NKGD.shape[0]
+    num_rows, num_tables = query_NKGD.shape[0], key_BKLD.shape[0]
+    fused = options.softcap is None and options.sinks is None
+    if fused and num_tables != num_rows:
+        return _attend_runs(query_NKGD, key_BKLD, value_BKLD, masks, options)
     mask_N11L = masks.get(options.window, query_NKGD.dtype)
-    key_NKLD = key_NKLD.expand(num_rows, -1, -1, -1)
-    value_NKLD = value_NKLD.expand(num_rows, -1, -1, -1)
-    if options.softcap is None and options.sinks is None:
+    if fused:
         return torch.nn.functional.scaled_dot_product_attention(
-            query_NKGD, key_NKLD, value_NKLD, attn_mask=mask_N11L, scale=options.scaling
+            query_NKGD, key_BKLD, value_BKLD, attn_mask=mask_N11L, scale=options.scaling
         )
+    if num_tables in (1, num_rows):
+        return _attend_plainly(query_NKGD, key_BKLD, value_BKLD, mask_N11L, options)
+    parts = (query_NKGD, key_BKLD, value_BKLD, mask_N11L)
+    runs = zip(*(part.chunk(num_tables) for part in parts), strict=True)
+    return torch.cat([_attend_plainly(*run, options) for run in runs])
+
+
+def _attend_runs(
+    query_NKGD: torch.Tensor,
+    key_BKLD: torch.Tensor,
+    value_BKLD: torch.Tensor,
+    masks: Masks,
+    options: _Options,
+) -> torch.Tensor:
+    """Runs of rows over one table each, in one call: (table, head) takes the place of the batch and the
+    rows of a run that of the heads, so that every row is still a product of its own."""
+    num_tables, num_heads, _, _ = key_BKLD.shape
+    run = query_NKGD.shape[0] // num_tables
+    mask = masks.by_head(options.window, query_NKGD.dtype, num_tables, num_heads)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query_NKGD.unflatten(0, (num_tables, run)).transpose(1, 2).flatten(0, 1),
+        key_BKLD.contiguous().flatten(0, 1).unsqueeze(1).expand(-1, run, -1, -1),
+        value_BKLD.contiguous().flatten(0, 1).unsqueeze(1).expand(-1, run, -1, -1),
+        attn_mask=mask,
+        scale=options.scaling,
+    )
+    return out.unflatten(0, (num_tables, num_heads)).transpose(1, 2).flatten(0, 1)
+
+
+def _attend_plainly(
+    query_NKGD: torch.Tensor,
+    key_BKLD: torch.Tensor,
+    value_BKLD: torch.Tensor,
+    mask_N11L: torch.Tensor,
+    options: _Options,
+) -> torch.Tensor:
+    """With a soft cap or sinks, which torch's own function lacks; one table a row, or one for all."""
+    num_rows = query_NKGD.shape[0]
+    key_NKLD = key_BKLD.expand(num_rows, -1, -1, -1)
+    value_NKLD = value_BKLD.expand(num_rows, -1, -1, -1)
     scale = query_NKGD.shape[-1] ** -0.5 if options.scaling is None else options.scaling
     scores_NKGL = torch.matmul(query_NKGD, key_NKLD.transpose(2, 3)) * scale
     if options.softcap is not None:

@@ -1,10 +1,11 @@
 """What happened, on disk, before anybody acts on it: an append-only log in numbered segments.
 
 In: records, each a mapping of a ``kind`` and values of the data contract. Out: the same records, in
-order, after any crash. A segment starts when a checkpoint is taken and is named by its step, so
-recovery reads the segments from the restored checkpoint on. Each record carries its length and a
-checksum. A record cut off at the very end is what a killed writer leaves: it is dropped, and the
-file is cut there before anything is appended. Damage anywhere else is an error.
+order, after any crash. Records that belong together (one turn of the event loop) are written as one
+frame, all or none of them. A segment starts when a checkpoint is taken and is named by its step, so
+recovery reads the segments from the restored checkpoint on. Each frame carries its length and a
+checksum. One cut off at the very end is what a killed writer leaves: it is dropped, and the file is
+cut there before anything is appended. Damage anywhere else is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from headrace import wire
 from headrace.errors import CheckpointError
 
-_RECORD = struct.Struct("<II")
+_FRAME = struct.Struct("<II")
 
 Record = Mapping[str, Any]
 
@@ -31,18 +32,29 @@ class Journal:
         self.directory = directory
         self._fd = -1
         self._num_bytes = 0
+        self._unwritten = wire.FrameBuilder()
         self.rotate(step)
 
     def write(self, record: Record) -> None:
-        """Hand the record to the operating system whole; it survives the death of this process."""
-        body = wire.encode(dict(record))
-        frame = _RECORD.pack(len(body), zlib.crc32(body)) + body
+        """Note the record; ``flush`` hands it over."""
+        self._unwritten.add(dict(record))
+
+    @property
+    def has_unwritten(self) -> bool:
+        return len(self._unwritten) > 0
+
+    def flush(self) -> None:
+        """Hand what was noted to the operating system, whole; it then survives the death of this process."""
+        if not self.has_unwritten:
+            return
+        body = self._unwritten.take()
+        frame = _FRAME.pack(len(body), zlib.crc32(body)) + body
         try:
             written = os.write(self._fd, frame)
             if written != len(frame):
                 raise OSError(f"only {written} of {len(frame)} bytes were written")
         except OSError as e:
-            # What follows a torn record could never be read again.
+            # What follows a torn frame could never be read again.
             os.ftruncate(self._fd, self._num_bytes)
             raise self._unwritable(e) from e
         self._num_bytes += written
@@ -68,8 +80,11 @@ class Journal:
 
     def close(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            try:
+                self.flush()
+            finally:
+                os.close(self._fd)
+                self._fd = -1
 
     def _unwritable(self, error: OSError) -> CheckpointError:
         return CheckpointError(
@@ -93,19 +108,19 @@ def read(directory: Path, from_step: int, *, skip_bytes: int = 0) -> Iterator[di
     for step in steps:
         start = skip_bytes if step == from_step else 0
         for body, _ in _scan(segment_path(directory, step), last=step == steps[-1], start=start):
-            yield wire.decode(body)
+            yield from wire.decode(body)
 
 
 def _scan(path: Path, *, last: bool, start: int = 0) -> Iterator[tuple[bytes, int]]:
-    """(body, bytes on disk) of each whole record; only the last segment may end in a torn one."""
+    """(body, bytes on disk) of each whole frame; only the last segment may end in a torn one."""
     data, at = path.read_bytes(), start
     while at < len(data):
-        body_at = at + _RECORD.size
+        body_at = at + _FRAME.size
         if body_at <= len(data):
-            length, checksum = _RECORD.unpack_from(data, at)
+            length, checksum = _FRAME.unpack_from(data, at)
             body = data[body_at : body_at + length]
             if len(body) == length and zlib.crc32(body) == checksum:
-                yield body, _RECORD.size + length
+                yield body, _FRAME.size + length
                 at = body_at + length
                 continue
             torn = body_at + length >= len(data)

@@ -209,6 +209,8 @@ class Pipeline:
         names = sorted(group.group for group in groups)
         self._record({"kind": "take", "step": step, "groups": names})
         batch = make_batch(groups, step=step, version=self.state.version, advantage=self._plan.advantage)
+        # Weights must never hold a batch that the journal does not.
+        self._journal.flush()
         result = await self._within(f"training step {step}", self._trainer.step(batch))
         self._record({"kind": "trained", "step": step, "version": result.version, "groups": names})
         return result
@@ -298,9 +300,18 @@ class Pipeline:
         return ready_group(self._plan, scored)
 
     def _record(self, record: Record) -> None:
-        """Journal first, then memory: what the state knows is on disk."""
+        """Journal, then memory. What one turn of the event loop records is written at its end, together; a
+        kill before that is a kill a moment earlier, since nothing that cannot be done again happened since."""
+        if not self._journal.has_unwritten:
+            asyncio.get_running_loop().call_soon(self._flush)
         self._journal.write(record)
         self.state.apply(dict(record))
+
+    def _flush(self) -> None:
+        try:
+            self._journal.flush()
+        except CheckpointError as error:
+            self._fail(error)
 
     async def _watch_workers(self) -> None:
         raise await self._cluster.wait_failure()

@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import queue
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, SupportsFloat
 
 from headrace.errors import RewardError
+
+Deliver = Callable[[Any, BaseException | None], None]
 
 
 class CallFailed(Exception):
@@ -47,7 +50,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def call(
-    function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout_s: float, thread_name: str
+    function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout_s: float, threads: Threads
 ) -> Any:
     """The function's answer; raises CallFailed when it raises or overruns ``timeout_s``."""
     deadline = asyncio.timeout(timeout_s)
@@ -55,7 +58,7 @@ async def call(
         async with deadline:
             if is_async(function):
                 return await function(**arguments)
-            answer = await _in_thread(lambda: function(**arguments), thread_name)
+            answer = await threads.run(lambda: function(**arguments))
             return await answer if isinstance(answer, Awaitable) else answer
     except CallFailed:
         raise
@@ -95,34 +98,70 @@ def _checked_value(value: Any, index: int) -> float | None:
     return number
 
 
-async def _in_thread(work: Callable[[], Any], name: str) -> Any:
-    """Run blocking ``work`` on a thread of its own.
+class Threads:
+    """Daemon threads for blocking calls, used again when their call has returned.
 
-    A thread a call rather than a pool: one that never returns costs the others nothing, and being a
-    daemon it cannot keep the process alive. The caller bounds how many run at a time.
+    A call that never returns keeps its thread and costs the others nothing: the next call finds another
+    idle thread or starts one. The caller bounds how many run at a time.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
-    def deliver(answer: Any, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result((answer, error))
+    def __init__(self) -> None:
+        self._idle: list[_Thread] = []
 
-    def run() -> None:
-        answer, error = None, None
+    async def run(self, work: Callable[[], Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+        thread = self._idle.pop() if self._idle else _Thread()
+        thread.start_call(work, lambda answer, error: self._deliver(loop, thread, done, answer, error))
+        answer, error = await done
+        if error is not None:
+            raise CallFailed(f"raised {type(error).__name__}: {error}") from error
+        return answer
+
+    def close(self) -> None:
+        """End the idle threads; those in a call are daemons."""
+        for thread in self._idle:
+            thread.stop()
+        self._idle.clear()
+
+    def _deliver(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        thread: _Thread,
+        done: asyncio.Future[tuple[Any, BaseException | None]],
+        answer: Any,
+        error: BaseException | None,
+    ) -> None:
+        def on_loop() -> None:
+            self._idle.append(thread)
+            if not done.done():
+                done.set_result((answer, error))
+
         try:
-            answer = work()
-        except BaseException as raised:
-            # Also SystemExit: a reward function that calls exit() must not end the run unnoticed.
-            error = raised
-        try:
-            loop.call_soon_threadsafe(deliver, answer, error)
+            loop.call_soon_threadsafe(on_loop)
         except RuntimeError:
             if not loop.is_closed():
                 raise
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    answer, error = await done
-    if error is not None:
-        raise CallFailed(f"raised {type(error).__name__}: {error}") from error
-    return answer
+
+class _Thread:
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Deliver] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="reward", daemon=True).start()
+
+    def start_call(self, work: Callable[[], Any], deliver: Deliver) -> None:
+        self._calls.put((work, deliver))
+
+    def stop(self) -> None:
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            work, deliver = call
+            answer, error = None, None
+            try:
+                answer = work()
+            except BaseException as raised:
+                # Also SystemExit: a reward function that calls exit() must not end the run unnoticed.
+                error = raised
+            deliver(answer, error)

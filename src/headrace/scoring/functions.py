@@ -19,7 +19,7 @@ from typing import Any
 
 from headrace.data.returns import weighted_return
 from headrace.errors import ConfigError, RewardError
-from headrace.scoring.calls import CallFailed, call, checked_values, declared_arguments, is_async
+from headrace.scoring.calls import CallFailed, Threads, call, checked_values, declared_arguments, is_async
 from headrace.types import Episode, Task
 
 RewardFunction = Callable[..., Any]
@@ -46,6 +46,7 @@ class FunctionScorer:
         self._retries = retries
         # Waiting here is bounded: whoever holds a place gives it up after timeout_s.
         self._places = asyncio.Semaphore(workers)
+        self._threads = Threads()
 
     async def score(self, task: Task, episodes: Sequence[Episode]) -> list[Mapping[str, float | None]]:
         """Rewards by name for each episode; a RewardError names the function, the task and the fault."""
@@ -65,7 +66,8 @@ class FunctionScorer:
         return total(rewards, self._weights)
 
     async def close(self) -> None:
-        """Nothing to end: threads still in a call are daemons, and their answers are ignored."""
+        """Threads still in a call are daemons, and their answers are ignored."""
+        self._threads.close()
 
     async def _values(
         self, name: str, task: Task, arguments: Mapping[str, Any], num_episodes: int
@@ -82,11 +84,11 @@ class FunctionScorer:
         raise RewardError(f"reward {name!r} failed on task {task.id} after {tries}: it {fault}")
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        function, thread_name = self._functions[name], f"reward-{name}"
+        function = self._functions[name]
         if is_async(function):
-            return await call(function, arguments, timeout_s=self._timeout_s, thread_name=thread_name)
+            return await call(function, arguments, timeout_s=self._timeout_s, threads=self._threads)
         async with self._places:
-            return await call(function, arguments, timeout_s=self._timeout_s, thread_name=thread_name)
+            return await call(function, arguments, timeout_s=self._timeout_s, threads=self._threads)
 
     def _chosen(self, name: str, task: Task, arguments: Mapping[str, Any]) -> dict[str, Any]:
         required, accepted = self._declared[name]

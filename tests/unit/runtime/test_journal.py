@@ -13,6 +13,7 @@ def written(directory, numbers, step=0):
     journal = Journal(directory, step)
     for n in numbers:
         journal.write({"kind": "drop", "group": n})
+        journal.flush()
     journal.close()
 
 
@@ -77,9 +78,11 @@ def largest_file(num_bytes):
 def test_a_record_that_did_not_fit_leaves_nothing_in_the_way_of_later_ones(tmp_path):
     journal = Journal(tmp_path, 0)
     journal.write({"kind": "drop", "group": 1})
+    journal.flush()
     size = segment_path(tmp_path, 0).stat().st_size
     with largest_file(size + 10), pytest.raises(CheckpointError, match=r"journal .* cannot be written"):
         journal.write({"kind": "drop", "group": 2})
+        journal.flush()
     journal.write({"kind": "drop", "group": 3})
     journal.close()
     assert groups(tmp_path) == [1, 3]
