@@ -176,11 +176,12 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
         sink.emit("phase", {"text": _starting(settings, fresh)})
         cluster = await build.cluster(settings, inputs.rewards, run_dir=directory.path, fresh=fresh)
         try:
+            scorer = build.scorer(settings, inputs.rewards, cluster.scorers)
             pipeline = Pipeline(
                 build.plan(settings),
                 cluster=cluster,
                 environment=build.environment(settings, inputs.renderer),
-                scorer=build.scorer(settings, inputs.rewards, cluster.scorers),
+                scorer=scorer,
                 tasks=inputs.tasks,
                 run_dir=directory.path,
                 sink=sink,
