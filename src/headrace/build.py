@@ -8,6 +8,7 @@ is a plain mapping, since it crossed a process boundary.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,16 @@ async def cluster(
 ) -> LocalCluster | InlineCluster:
     """Engines, trainer and scorer, started as the launcher setting says."""
     directory = create_segment_directory()
+    try:
+        return await _start(settings, rewards, directory, run_dir=run_dir, fresh=fresh)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+async def _start(
+    settings: Settings, rewards: Sequence[Reward], directory: Path, *, run_dir: Path, fresh: bool
+) -> LocalCluster | InlineCluster:
     told: dict[str, Any] = {
         "settings": settings.model_dump(mode="json", exclude_none=True),
         "model": str(model_directory(settings)),

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kill_tools import segment_directories
 
 import headrace
 from headrace import cli, demo
@@ -47,14 +48,15 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch, model) -> Path:
-    """A directory with a run file that works, and what it names."""
+def workplace(tmp_path, monkeypatch, model):
+    """A directory with a run file that works, and what it names. Nothing is left in shared memory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS)
     write_tasks(demo.tasks(32))
     settings = from_dict({**SMALL, "model.path": str(model)})
     (tmp_path / "run.toml").write_text(to_toml(settings))
-    return tmp_path
+    yield tmp_path
+    assert segment_directories(os.getpid()) == []
 
 
 def write_tasks(rows, name="tasks.jsonl") -> None:

@@ -40,8 +40,10 @@ SETTLING_STEPS = 8
 """Left out of every figure: the pipeline fills."""
 GENERATION = ("prefill", "decode")
 TRAINING = ("forward-backward", "optimizer", "publishing")
+PROMPT_TOKENS = 64
 MEDIAN_TOKENS, SIGMA, MAX_TOKENS = 24, 0.8, 160
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 >"
+FILLER = "what the engine computes once for a group the trainer computes for each sample " * 4
 
 
 class LongTailed:
@@ -160,9 +162,10 @@ def _settings(model: Path, lag: int, seed: int) -> Settings:
             "run.checkpoint_every": 0,
             "model.path": str(model),
             "rollout.max_lag": lag,
-            "rollout.group_size": 8,
+            "rollout.group_size": 16,
             "rollout.groups_per_step": 8,
             "rollout.max_tokens": MAX_TOKENS,
+            "engine.max_running": 256,
             "trainer.learning_rate": 1e-5,
         }
     )
@@ -177,7 +180,7 @@ def _one(root: Path, lag: int, repeat: int, seed: int) -> dict[str, float]:
 
 async def _train(settings: Settings, run_dir: Path) -> StepTimes:
     renderer = Renderer.from_directory(build.model_directory(settings))
-    rows = [{"prompt": f"task {i:04d} >"} for i in range(512)]
+    rows = [{"prompt": f"{i:04d} {FILLER[: PROMPT_TOKENS - 6]}>"} for i in range(512)]
     times = StepTimes()
     cluster = await build.cluster(settings, [], run_dir=run_dir, fresh=True)
     try:

@@ -39,6 +39,8 @@ class ModelFacts:
     """Rows a pass is padded to: from there on a row's products do not depend on how many there are."""
     trims: bool
     """Whether attention gives the same bits however far the key-value length is padded."""
+    bare_head: bool
+    """Whether the logits are the output layer's alone, with nothing scaled or capped after it."""
 
 
 def check_model(model: PreTrainedModel, *, block_size: int) -> ModelFacts:
@@ -53,7 +55,7 @@ def check_model(model: PreTrainedModel, *, block_size: int) -> ModelFacts:
     model.set_attn_implementation(PAGED)
     if model.config._attn_implementation != PAGED:
         raise ModelError(f"{name} does not use transformers' attention interface; choose another model.")
-    got, calls = _paged_logits(model, token_ids, block_size)
+    got, calls = _paged_logits(model, token_ids, block_size, bare_head=False)
     counts = Counter(call.layer for call in calls)
     wrong = [layer for layer in range(config.num_hidden_layers) if counts[layer] != _NUM_PASSES]
     if wrong or len(counts) != config.num_hidden_layers:
@@ -67,10 +69,12 @@ def check_model(model: PreTrainedModel, *, block_size: int) -> ModelFacts:
             f"{name} computed with paged attention differs from a plain forward by {error:.2g} in a "
             "log-probability, so it uses something the engine lacks; choose another model."
         )
+    bare_head = torch.equal(got, _paged_logits(model, token_ids, block_size, bare_head=True)[0])
     if model.device.type != "cpu" or model.dtype != torch.float32:
-        return ModelFacts(min_rows=_ROW_CHOICES[0], trims=True)
+        return ModelFacts(min_rows=_ROW_CHOICES[0], trims=True, bare_head=bare_head)
     kinds = {call._replace(layer=0) for call in calls}
-    return ModelFacts(min_rows=_stable_rows(model), trims=all(_length_is_free(kind) for kind in kinds))
+    trims = all(_length_is_free(kind) for kind in kinds)
+    return ModelFacts(min_rows=_stable_rows(model), trims=trims, bare_head=bare_head)
 
 
 def context_tokens(config: PretrainedConfig) -> int:
@@ -138,14 +142,13 @@ def _probe_tokens(config: PretrainedConfig) -> torch.Tensor:
 
 
 def _paged_logits(
-    model: PreTrainedModel, token_ids: torch.Tensor, block_size: int
+    model: PreTrainedModel, token_ids: torch.Tensor, block_size: int, *, bare_head: bool
 ) -> tuple[torch.Tensor, list[LayerCall]]:
     """All logits in two chunks and one decode row, over blocks in reverse order."""
     length = len(token_ids)
     num_blocks = -(-length // block_size) + 1
-    forward = ForwardPass(
-        model, KvTensors(num_blocks=num_blocks, block_size=block_size), limit_tokens=length, min_rows=4
-    )
+    kv = KvTensors(num_blocks=num_blocks, block_size=block_size)
+    forward = ForwardPass(model, kv, limit_tokens=length, min_rows=4, bare_head=bare_head)
     table = np.zeros(forward.num_table_entries(length), dtype=np.int64)
     table[: num_blocks - 1] = np.arange(num_blocks - 1, 0, -1)
     ids, cut = token_ids.numpy(), length // 2

@@ -27,6 +27,8 @@ class LaneRows:
     """(to, from) rows for the coming pass."""
     loads: np.ndarray | None = None
     """Rows of the coming pass that must be loaded from their blocks."""
+    room: int = 0
+    """Passes after the coming one until its longest row outgrows the lane."""
 
 
 class Lanes:
@@ -34,17 +36,40 @@ class Lanes:
         self._length_of = np.full(num_slots, _NOWHERE, dtype=np.int64)
         self._tenant_of = np.full(num_slots, _NOWHERE, dtype=np.int64)
         self._lanes: dict[int, LaneRows] = {}
+        self._occupied: list[LaneRows] = []
+        self._num_changes = -1
+        self._num_rows = 0
 
-    def arrange(self, slots: np.ndarray, tenants: np.ndarray, lengths: np.ndarray) -> list[LaneRows]:
+    def settled(self, num_changes: int, num_slots: int) -> list[LaneRows] | None:
+        """The lanes as they are, if these many slots are in them, no slot was taken or left since
+        (``num_changes``), and every row still has room; None: call ``arrange``."""
+        lanes = self._occupied
+        if num_changes != self._num_changes or num_slots != self._num_rows:
+            return None
+        for rows in lanes:
+            rows.moves = rows.loads = None
+            rows.room -= 1
+        return None if min((rows.room for rows in lanes), default=0) < 0 else lanes
+
+    def arrange(
+        self,
+        slots: np.ndarray,
+        tenants: np.ndarray,
+        lengths: np.ndarray,
+        *,
+        positions: np.ndarray,
+        num_changes: int,
+    ) -> list[LaneRows]:
         """Lanes for these slots, shortest first; together they name each slot once. ``tenants`` tells
-        one occupant of a slot from the next."""
+        one occupant of a slot from the next, ``positions`` are those of the coming pass."""
         here = (self._length_of[slots] == lengths) & (self._tenant_of[slots] == tenants)
-        if here.all() and sum(len(rows.slots) for rows in self._lanes.values()) == len(slots):
-            for rows in self._lanes.values():
-                rows.moves = rows.loads = None
-        else:
-            self._rearrange(slots, tenants, lengths, here)
-        return [rows for rows in self._lanes.values() if len(rows.slots)]
+        self._rearrange(slots, tenants, lengths, here)
+        self._occupied = [rows for rows in self._lanes.values() if len(rows.slots)]
+        for rows in self._occupied:
+            longest = int(positions[lengths == rows.lane.kv_length].max())
+            rows.room = rows.lane.kv_length - 1 - longest
+        self._num_changes, self._num_rows = num_changes, len(slots)
+        return self._occupied
 
     def _rearrange(
         self, slots: np.ndarray, tenants: np.ndarray, lengths: np.ndarray, here: np.ndarray

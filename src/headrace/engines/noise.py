@@ -28,7 +28,10 @@ _UNIT = 2.0**-_KEPT_BITS * (1.0 - 2.0**-23)
 
 def seed_key(seed: int) -> int:
     """The part of a row's key that stays the same for a whole request."""
-    return int(_splitmix(np.array([seed % 2**64], dtype=np.uint64))[0])
+    x = (seed + int(_GOLDEN)) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
 
 
 def row_keys(seed_keys_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from headrace.engines.lanes import LaneRows
 from headrace.models.paged_attention import (
     BlockGroup,
+    CausalTables,
     KvTensors,
     LayerCall,
     Masks,
@@ -44,8 +45,11 @@ class Piece(NamedTuple):
 class Rows:
     """Collects the rows of one pass."""
 
-    def __init__(self, padded: np.ndarray, block_size: int, device: torch.device, *, trims: bool) -> None:
+    def __init__(
+        self, padded: np.ndarray, block_size: int, device: torch.device, tables: CausalTables, *, trims: bool
+    ) -> None:
         self._padded = padded
+        self._tables = tables
         self._trims = trims
         self._block_size = block_size
         self._device = device
@@ -69,7 +73,9 @@ class Rows:
             moves = (self._tensor(rows.moves[0]), self._tensor(rows.moves[1]))
         where = self._tensor(positions)
         span = slice(self.num_rows, self.num_rows + len(token_ids))
-        self.groups.append(LaneGroup(span, Masks(where, read_length), rows.lane, where, moves, loads))
+        self.groups.append(
+            LaneGroup(span, Masks(where, read_length, self._tables), rows.lane, where, moves, loads)
+        )
         self._add(token_ids, positions, tables[rows.slots, positions // size] * size + positions % size)
 
     def add_each(self, token_ids: np.ndarray, positions: np.ndarray, tables: np.ndarray) -> np.ndarray:
@@ -135,7 +141,7 @@ class Rows:
         self, a: int, b: int, blocks: np.ndarray, num_tables: int, kv_length: int, positions: np.ndarray
     ) -> None:
         rows = slice(self.num_rows + a, self.num_rows + b)
-        masks = Masks(self._tensor(positions[a:b]), kv_length)
+        masks = Masks(self._tensor(positions[a:b]), kv_length, self._tables)
         self.groups.append(BlockGroup(rows, masks, self._tensor(blocks.copy()), num_tables))
 
     def _add(self, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
@@ -166,12 +172,16 @@ class ForwardPass:
         limit_tokens: int,
         min_rows: int,
         trims: bool = False,
+        bare_head: bool = False,
     ) -> None:
-        """``trims``: how far a row is padded does not change its bits, so shorter is allowed."""
+        """``trims``: how far a row is padded does not change its bits, so shorter is allowed.
+        ``bare_head``: logits are the output layer's alone, which saves a layer of calls."""
         self._model = model
         self._kv = kv
         self._min_rows = min_rows
         self._trims = trims
+        self._bare_head = bare_head
+        self._tables = CausalTables()
         self._device = model.device
         size = kv.block_size
         self.padded = np.array([padded_length(n, size) for n in range(limit_tokens + 1)], dtype=np.int64)
@@ -180,7 +190,7 @@ class ForwardPass:
         self._no_mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=self._device)
 
     def rows(self) -> Rows:
-        return Rows(self.padded, self._kv.block_size, self._device, trims=self._trims)
+        return Rows(self.padded, self._kv.block_size, self._device, self._tables, trims=self._trims)
 
     def logits(self, rows: Rows, wanted: np.ndarray) -> torch.Tensor:
         """float32 [R, V] of the wanted rows (int64 indices into the pass), in that order."""
@@ -192,20 +202,34 @@ class ForwardPass:
         token_ids_T, positions_T, slots_T = rows.tensors(self._min_rows)
         plan = PagedPlan(self._kv, slots_T, rows.groups, rows.num_rows)
         with torch.inference_mode():
-            output = self._model(
-                input_ids=token_ids_T.unsqueeze(0),
-                position_ids=positions_T.unsqueeze(0),
-                attention_mask=self._no_mask,
-                use_cache=False,
-                logits_to_keep=self._kept_rows(wanted, len(token_ids_T)),
-                paged_plan=plan,
-            )
-            return output.logits[0, : len(wanted)].float(), plan.calls
+            logits_RV = self._run(token_ids_T, positions_T, plan, self._kept_rows(wanted, len(token_ids_T)))
+            return logits_RV[: len(wanted)].float(), plan.calls
 
-    def _kept_rows(self, wanted: np.ndarray, num_rows: int) -> torch.Tensor | int:
-        """Rows the output layer computes, never fewer than ``min_rows``; 0 means all, without a copy."""
+    def _run(
+        self,
+        token_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        plan: PagedPlan,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        model = self._model.base_model if self._bare_head else self._model
+        output = model(
+            input_ids=token_ids_T.unsqueeze(0),
+            position_ids=positions_T.unsqueeze(0),
+            attention_mask=self._no_mask,
+            use_cache=False,
+            paged_plan=plan,
+            **({} if self._bare_head else {"logits_to_keep": 0 if keep is None else keep}),
+        )
+        if not self._bare_head:
+            return output.logits[0]
+        hidden_TD = output.last_hidden_state[0]
+        return self._model.get_output_embeddings()(hidden_TD if keep is None else hidden_TD[keep])
+
+    def _kept_rows(self, wanted: np.ndarray, num_rows: int) -> torch.Tensor | None:
+        """Rows the output layer computes, never fewer than ``min_rows``; None means all, in order."""
         if len(wanted) == num_rows and (wanted == np.arange(num_rows)).all():
-            return 0
+            return None
         padding = np.zeros(max(0, self._min_rows - len(wanted)), dtype=np.int64)
         return torch.from_numpy(np.concatenate((wanted, padding))).to(self._device)
 

@@ -61,6 +61,8 @@ class Scheduler:
     """The running sequences once more."""
     holding: bool = False
     """True while nothing new may start; what was started and preempted still comes back."""
+    _filling: list[Sequence] = field(default_factory=list)
+    """Running sequences that may have more than one token to compute, oldest first."""
     _slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @property
@@ -73,25 +75,28 @@ class Scheduler:
         return len(self.running) + sum(seq.started for seq in self.waiting)
 
     def next_work(self, version: int) -> Work:
-        decoding = self._decoding(version)
+        decode = self._decoding()
+        tenants, changes = self.table.tenant[decode], self.table.num_changes
+        self._cover_decoding(decode, version)
         chunks: list[Chunk] = []
         budget = self.prefill_tokens
-        for sequence in self._prefilling():
+        for sequence in list(self._filling):
             if budget > 0 and sequence.slot >= 0:
                 budget -= self._add_chunk(sequence, budget, version, chunks)
         while budget > 0 and self._admit(version):
             budget -= self._add_chunk(self.running[-1], budget, version, chunks)
-        return Work(
-            np.array([sequence.slot for sequence in decoding if sequence.slot >= 0], dtype=np.int64),
-            [chunk for chunk in chunks if chunk.sequence.slot >= 0],
-        )
+        if changes != self.table.num_changes:
+            # Some may have been sent back meanwhile, and their slots given to others.
+            decode = decode[self.table.tenant[decode] == tenants]
+            chunks = [chunk for chunk in chunks if chunk.sequence.slot >= 0]
+        return Work(decode, chunks)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a running sequence out; its tokens are in its own arrays afterwards."""
         del self.by_slot[sequence.slot]
-        self.table.lift(sequence)
+        self._slots = self._slots[self._slots != sequence.slot]
         self.running.remove(sequence)
-        self._slots = np.array([other.slot for other in self.running], dtype=np.int64)
+        self.table.lift(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
 
@@ -101,23 +106,33 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.counters.preemptions += 1
 
-    def _decoding(self, version: int) -> list[Sequence]:
-        """Sequences with one token left to compute, each given a block for it."""
-        table, size = self.table, self.table.block_size
-        computed = table.computed[self._slots]
-        one_left = table.length[self._slots] - computed == 1
-        decoding = [self.running[i] for i in np.flatnonzero(one_left)]
-        at = computed[one_left]
-        for i in np.flatnonzero(at % size == 0):
-            if decoding[i].slot >= 0:  # An older one may have taken its place just now.
-                self._cover(decoding[i], int(at[i]) + 1, version)
-        for i in np.flatnonzero(at % size == size - 1):
-            self._publish(decoding[i], int(at[i]), int(at[i]) + 1, version)
-        return decoding
+    def _decoding(self) -> np.ndarray:
+        """Slots with one token left to compute, oldest first."""
+        self._filling = [
+            sequence
+            for sequence in self._filling
+            if sequence.slot >= 0
+            and self.table.length[sequence.slot] - self.table.computed[sequence.slot] > 1
+        ]
+        if not self._filling:
+            return self._slots
+        return self._slots[self.table.length[self._slots] - self.table.computed[self._slots] == 1]
 
-    def _prefilling(self) -> list[Sequence]:
-        left = self.table.length[self._slots] - self.table.computed[self._slots]
-        return [self.running[i] for i in np.flatnonzero(left > 1)]
+    def _cover_decoding(self, decode: np.ndarray, version: int) -> None:
+        """Give each decoding sequence a block for its token, and let others find the block it fills."""
+        if not len(decode):
+            return
+        size = self.table.block_size
+        row = self.table.computed[decode] & (size - 1)
+        if row.min() == 0:
+            for sequence in [self.by_slot[slot] for slot in decode[row == 0].tolist()]:
+                if sequence.slot >= 0:  # An older one may have taken its place just now.
+                    self._cover(sequence, int(self.table.computed[sequence.slot]) + 1, version)
+        if row.max() == size - 1:
+            for slot in decode[row == size - 1].tolist():
+                if slot in self.by_slot:
+                    at = int(self.table.computed[slot])
+                    self._publish(self.by_slot[slot], at, at + 1, version)
 
     def _add_chunk(self, sequence: Sequence, budget: int, version: int, chunks: list[Chunk]) -> int:
         """Schedule the next rows of a prompt; returns how many."""
@@ -145,6 +160,7 @@ class Scheduler:
         sequence.started, sequence.kv_version = True, version
         self.running.append(sequence)
         self.by_slot[sequence.slot] = sequence
+        self._filling.append(sequence)
         self._slots = np.append(self._slots, sequence.slot)
         return True
 

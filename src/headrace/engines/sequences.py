@@ -95,8 +95,11 @@ class SlotTable:
         self.row_versions = np.zeros((num_slots, 0), dtype=np.int32)
         self.blocks = np.zeros((num_slots, 0), dtype=np.int64)
         self.tenant = np.zeros(num_slots, dtype=np.int64)
-        """Counts placements, so that one occupant of a slot can be told from the next."""
-        self._num_placed = 0
+        """A number of its own for every placement; 0 where nobody is."""
+        self.num_changes = 0
+        """Grows whenever a slot is taken or left."""
+        self.num_special = 0
+        """Occupied slots whose distribution is not simply the model's own."""
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -109,8 +112,9 @@ class SlotTable:
         sampling, start = sequence.request.sampling, sequence.num_prompt
         self._widen(sequence.limit, len(sampling.stop_ids))
         length = len(sequence.token_ids)
-        self._num_placed += 1
-        self.tenant[slot] = self._num_placed
+        self.num_changes += 1
+        self.num_special += _is_special(sequence)
+        self.tenant[slot] = self.num_changes
         self.length[slot], self.computed[slot] = length, 0
         self.num_prompt[slot], self.limit[slot], self.reported[slot] = start, sequence.limit, length
         self.temperature[slot], self.top_k[slot] = sampling.temperature, sampling.top_k
@@ -133,6 +137,9 @@ class SlotTable:
         sequence.logprobs = self.logprobs[slot, start:length].copy()
         sequence.versions = self.versions[slot, start:length].copy()
         self._free.append(slot)
+        self.tenant[slot] = 0
+        self.num_changes += 1
+        self.num_special -= _is_special(sequence)
         sequence.slot = -1
 
     def completion(self, sequence: Sequence) -> Completion:
@@ -170,10 +177,17 @@ class SlotTable:
             self.blocks = np.pad(self.blocks, ((0, 0), (0, more_blocks)))
 
 
+def _is_special(sequence: Sequence) -> bool:
+    return sequence.request.sampling.temperature != 1.0 or sequence.request.sampling.truncates
+
+
 def _runs(versions: np.ndarray) -> np.ndarray:
     """int32 [R, 2] of (version, rows), in order."""
     if versions.size == 0:
         return NO_KV
+    if versions[0] == versions[-1]:
+        # Rows are written in order of position, so versions never decrease along a sequence.
+        return np.array([[versions[0], versions.size]], dtype=np.int32)
     starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
     counts = np.diff(starts, append=len(versions))
     return np.stack((versions[starts], counts), axis=1).astype(np.int32)

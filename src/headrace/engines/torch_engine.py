@@ -24,7 +24,7 @@ from headrace.engines.checks import check_model, context_tokens
 from headrace.engines.kv_cache import BlockPool
 from headrace.engines.lanes import Lanes
 from headrace.engines.passes import ForwardPass, Piece, Rows
-from headrace.engines.sampler import Drawn, SamplerRows, sample
+from headrace.engines.sampler import Drawn, SamplerRows, sample, sample_plainly
 from headrace.engines.scheduler import Chunk, Scheduler, Work
 from headrace.engines.sequences import Sequence, SlotTable, new_sequence, resting_completion
 from headrace.errors import TaskError
@@ -73,7 +73,12 @@ class TorchEngine:
         self._kv = KvTensors(num_blocks=self._pool.num_blocks, block_size=block_size)
         self._lanes = Lanes(max_running)
         self._pass = ForwardPass(
-            model, self._kv, limit_tokens=self.limit_tokens, min_rows=facts.min_rows, trims=facts.trims
+            model,
+            self._kv,
+            limit_tokens=self.limit_tokens,
+            min_rows=facts.min_rows,
+            trims=facts.trims,
+            bare_head=facts.bare_head,
         )
         self._live: dict[str, Sequence] = {}
         self._done: list[tuple[str, Completion]] = []
@@ -179,40 +184,44 @@ class TorchEngine:
 
     def _compute(self, work: Work) -> list[tuple[str, Completion]]:
         rows = self._pass.rows()
-        sampled, wanted = self._add_decoding(rows, work.decode)
+        slots, wanted = self._add_decoding(rows, work.decode)
+        last_slots, last_rows = [], []
         for chunk, last in zip(work.chunks, rows.add_chunks(self._pieces(work.chunks)), strict=True):
             slot = chunk.sequence.slot
             self._table.row_versions[slot, chunk.start : chunk.stop] = self.version
             self._table.computed[slot] = chunk.stop
             if chunk.stop == self._table.length[slot]:
-                sampled.append(slot)
-                wanted.append(last)
-        logits_RV = self._pass.logits(rows, np.array(wanted, dtype=np.int64))
-        return self._book(np.array(sampled, dtype=np.int64), logits_RV) if sampled else []
+                last_slots.append(slot)
+                last_rows.append(last)
+        if last_slots:
+            slots, wanted = np.append(slots, last_slots), np.append(wanted, last_rows)
+        logits_RV = self._pass.logits(rows, wanted)
+        return self._book(slots, logits_RV) if len(slots) else []
 
-    def _add_decoding(self, rows: Rows, slots: np.ndarray) -> tuple[list[int], list[int]]:
-        """Add the decoding slots; returns them in the order of their rows, and those rows."""
+    def _add_decoding(self, rows: Rows, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Add the decoding slots; returns them in another order, and the row of each."""
         table = self._table
-        ordered: list[int] = []
-        wanted: list[int] = []
-        if not len(slots):
-            return ordered, wanted
-        lengths = self._pass.padded[table.computed[slots] + 1]
-        resident = lengths <= self._resident_length()
-        dense = slots[resident]
-        for lane in self._lanes.arrange(dense, table.tenant[dense], lengths[resident]):
-            at = table.computed[lane.slots]
-            rows.add_lane(lane, table.token_ids[lane.slots, at], at, table.blocks)
-            ordered += lane.slots.tolist()
-        wanted += range(len(ordered))
-        rest = slots[~resident]
+        at = table.computed[slots]
+        lanes, rest = self._lanes.settled(table.num_changes, len(slots)), slots[:0]
+        if lanes is None:
+            lengths = self._pass.padded[at + 1]
+            dense = lengths <= self._resident_length()
+            kept, rest = slots[dense], slots[~dense]
+            lanes = self._lanes.arrange(
+                kept, table.tenant[kept], lengths[dense], positions=at[dense], num_changes=table.num_changes
+            )
+        for lane in lanes:
+            where = table.computed[lane.slots]
+            rows.add_lane(lane, table.token_ids[lane.slots, where], where, table.blocks)
+        ordered = [lane.slots for lane in lanes]
+        wanted = np.arange(rows.num_rows)
         if len(rest):
-            at = table.computed[rest]
-            wanted += rows.add_each(table.token_ids[rest, at], at, table.blocks[rest]).tolist()
-            ordered += rest.tolist()
-        table.row_versions[slots, table.computed[slots]] = self.version
-        table.computed[slots] += 1
-        return ordered, wanted
+            where = table.computed[rest]
+            wanted = np.append(wanted, rows.add_each(table.token_ids[rest, where], where, table.blocks[rest]))
+            ordered.append(rest)
+        table.row_versions[slots, at] = self.version
+        table.computed[slots] = at + 1
+        return ordered[0] if len(ordered) == 1 else np.concatenate([slots[:0], *ordered]), wanted
 
     def _pieces(self, chunks: list[Chunk]) -> list[Piece]:
         table, pieces = self._table, []
@@ -230,21 +239,28 @@ class TorchEngine:
     def _book(self, slots: np.ndarray, logits_RV: torch.Tensor) -> list[tuple[str, Completion]]:
         """Sample a token for each slot, write it down, and take out what is finished."""
         table = self._table
-        settings = SamplerRows(
-            temperature=table.temperature[slots],
-            top_k=table.top_k[slots],
-            top_p=table.top_p[slots],
-            min_p=table.min_p[slots],
-            seed_key=table.seed_key[slots],
-            position=table.length[slots] - table.num_prompt[slots],
-        )
+        position = table.length[slots] - table.num_prompt[slots]
         with torch.inference_mode():
-            drawn = sample(logits_RV, settings)
+            if table.num_special:
+                drawn = sample(logits_RV, self._sampler_rows(slots, position))
+            else:
+                drawn = sample_plainly(logits_RV, table.seed_key[slots], position)
         for row, kept in drawn.kept.items():
             self._scheduler.by_slot[int(slots[row])].kept.append(kept)
         table.append(slots, drawn.token_ids, drawn.logprobs, self.version)
         self._scheduler.counters.generated_tokens += len(slots)
         return self._collect(slots, drawn)
+
+    def _sampler_rows(self, slots: np.ndarray, position: np.ndarray) -> SamplerRows:
+        table = self._table
+        return SamplerRows(
+            temperature=table.temperature[slots],
+            top_k=table.top_k[slots],
+            top_p=table.top_p[slots],
+            min_p=table.min_p[slots],
+            seed_key=table.seed_key[slots],
+            position=position,
+        )
 
     def _collect(self, slots: np.ndarray, drawn: Drawn) -> list[tuple[str, Completion]]:
         table, finished = self._table, []

@@ -25,6 +25,7 @@ from headrace.errors import ModelError
 
 PAGED = "headrace_paged"
 _SHORTEST = 32
+_LONGEST_TABLE = 512
 
 
 def register() -> None:
@@ -80,6 +81,22 @@ class KvTensors:
         return out
 
 
+class CausalTables:
+    """Additive causal masks [L, L] to copy rows from, for lengths that are met again and again."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def rows(self, positions_N: torch.Tensor, kv_length: int, dtype: torch.dtype) -> torch.Tensor:
+        """[N, L]: zero up to each position, -inf after it."""
+        key = (kv_length, dtype, positions_N.device)
+        table = self._tables.get(key)
+        if table is None:
+            full = torch.full((kv_length, kv_length), float("-inf"), dtype=dtype, device=positions_N.device)
+            table = self._tables[key] = full.triu_(1)
+        return table.index_select(0, positions_N)
+
+
 @dataclass(slots=True)
 class Masks:
     """Additive masks [N, 1, 1, L] of one group of rows by window, each made once a pass."""
@@ -87,20 +104,26 @@ class Masks:
     positions: torch.Tensor
     """int64 [N]."""
     kv_length: int
+    tables: CausalTables
     _made: dict[int | None, torch.Tensor] = field(default_factory=dict)
     _by_head: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def get(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         mask = self._made.get(window)
         if mask is None:
-            kv_L = torch.arange(self.kv_length, device=self.positions.device)
-            hidden_NL = kv_L > self.positions.unsqueeze(1)
-            if window is not None:
-                hidden_NL |= kv_L <= (self.positions - window).unsqueeze(1)
-            mask = torch.zeros(hidden_NL.shape, dtype=dtype, device=kv_L.device)
-            mask = mask.masked_fill_(hidden_NL, float("-inf")).view(-1, 1, 1, self.kv_length)
+            mask = self._make(window, dtype).view(-1, 1, 1, self.kv_length)
             self._made[window] = mask
         return mask
+
+    def _make(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        if window is None and self.kv_length <= _LONGEST_TABLE:
+            return self.tables.rows(self.positions, self.kv_length, dtype)
+        kv_L = torch.arange(self.kv_length, device=self.positions.device)
+        hidden_NL = kv_L > self.positions.unsqueeze(1)
+        if window is not None:
+            hidden_NL |= kv_L <= (self.positions - window).unsqueeze(1)
+        mask = torch.zeros(hidden_NL.shape, dtype=dtype, device=kv_L.device)
+        return mask.masked_fill_(hidden_NL, float("-inf"))
 
     def by_head(
         self, window: int | None, dtype: torch.dtype, num_tables: int, num_heads: int

@@ -65,7 +65,8 @@ class GroupRunner:
         """Drop a group as soon as its engines have handed back its tokens; buffered ones at once."""
         if group in self._ending:
             return
-        if group not in self._tasks:
+        # A task that is done has put its group into the buffer; it is only not forgotten yet.
+        if group not in self._tasks or self._tasks[group].done():
             self._drop(group, reason, "")
             return
         self._ending[group] = reason

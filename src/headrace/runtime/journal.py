@@ -33,6 +33,7 @@ class Journal:
         self._fd = -1
         self._num_bytes = 0
         self._unwritten = wire.FrameBuilder()
+        self._failure: CheckpointError | None = None
         self.rotate(step)
 
     def write(self, record: Record) -> None:
@@ -45,6 +46,7 @@ class Journal:
 
     def flush(self) -> None:
         """Hand what was noted to the operating system, whole; it then survives the death of this process."""
+        self._check()
         if not self.has_unwritten:
             return
         body = self._unwritten.take()
@@ -54,13 +56,15 @@ class Journal:
             if written != len(frame):
                 raise OSError(f"only {written} of {len(frame)} bytes were written")
         except OSError as e:
-            # What follows a torn frame could never be read again.
+            # Later records build on the lost ones, and nothing behind a torn frame could be read again.
+            self._failure = self._unwritable(e)
             os.ftruncate(self._fd, self._num_bytes)
-            raise self._unwritable(e) from e
+            raise self._failure from e
         self._num_bytes += written
 
     def rotate(self, step: int) -> int:
         """Continue in the segment of ``step``; returns how many bytes it holds already."""
+        self._check()
         self.close()
         path = segment_path(self.directory, step)
         try:
@@ -85,6 +89,10 @@ class Journal:
             finally:
                 os.close(self._fd)
                 self._fd = -1
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _unwritable(self, error: OSError) -> CheckpointError:
         return CheckpointError(

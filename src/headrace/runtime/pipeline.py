@@ -103,10 +103,11 @@ class Pipeline:
         try:
             await self._or_fatal(self._run())
         finally:
-            await self._runner.cancel()
+            # Admission first: a group it still starts would outlive the others.
             for task in self._background:
                 task.cancel()
             await asyncio.gather(*self._background, return_exceptions=True)
+            await self._runner.cancel()
             self._journal.close()
         return self.state
 

@@ -80,7 +80,8 @@ def test_lane_rows_hold_the_sequence_they_name(steps, random):
         slots = np.array(list(step), dtype=np.int64)
         tenants = np.array([tenant_of[s] for s in step], dtype=np.int64)
         named = []
-        for rows in lanes.arrange(slots, tenants, np.array(list(step.values()), dtype=np.int64)):
+        lengths = np.array(list(step.values()), dtype=np.int64)
+        for rows in lanes.arrange(slots, tenants, lengths, positions=lengths - 1, num_changes=placed):
             memory = content.setdefault(rows.lane.kv_length, {})
             if rows.moves is not None:
                 memory.update(dict(zip(rows.moves[0], [memory[r] for r in rows.moves[1]], strict=True)))

@@ -9,6 +9,7 @@ import os
 import pytest
 from harness import make_pipeline, make_plan
 
+from headrace.engines.scripted import ScriptedEngine
 from headrace.errors import CheckpointError
 from headrace.plan import virtual_clock
 from headrace.runtime.checkpoint import STATE_FILE, CheckpointStore, recover
@@ -29,15 +30,18 @@ class FullDisk(ScriptedTrainer):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def run(run_dir, plan, make_trainer=ScriptedTrainer, *, stop_after_s=None):
+def run(run_dir, plan, make_trainer=ScriptedTrainer, *, make_engine=ScriptedEngine, stop_after_s=None):
     """Returns (state, trainer) at the end of the plan, or when stopped."""
 
     async def main():
         trainer = make_trainer()
-        pipeline = make_pipeline(run_dir, plan, trainer=trainer)
+        pipeline = make_pipeline(run_dir, plan, trainer=trainer, engines=[make_engine()])
         if stop_after_s is not None:
             asyncio.get_running_loop().call_later(stop_after_s, pipeline.request_stop)
-        return await pipeline.run(), trainer
+        try:
+            return await pipeline.run(), trainer
+        finally:
+            assert asyncio.all_tasks() == {asyncio.current_task()}
 
     return virtual_clock.run(main())
 
@@ -71,6 +75,23 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_journal_intact(tmp_path)
     recovery = recover(CheckpointStore(tmp_path, keep=2))
     assert [step for step, _ in recovery.batches] == [1, 2]
     finish(tmp_path, plan)
+
+
+def test_a_run_that_fails_admits_nothing_while_it_ends(tmp_path):
+    class SlowEngine(ScriptedEngine):
+        """Weights land, and free slots, while the groups under way are being given up."""
+
+        async def apply(self, manifest):
+            await asyncio.sleep(0.25)
+            return await super().apply(manifest)
+
+        async def abort(self, request_ids):
+            await asyncio.sleep(0.2)
+            await super().abort(request_ids)
+
+    with pytest.raises(CheckpointError, match="step 2 cannot be written"):
+        run(tmp_path, make_plan(), FullDisk, make_engine=SlowEngine)
+    finish(tmp_path, make_plan())
 
 
 def test_a_step_whose_checkpoint_was_cut_short_can_be_saved_later(tmp_path):

@@ -75,17 +75,23 @@ def largest_file(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_record_that_did_not_fit_leaves_nothing_in_the_way_of_later_ones(tmp_path):
+def test_after_a_record_that_did_not_fit_nothing_is_written_that_would_build_on_it(tmp_path):
     journal = Journal(tmp_path, 0)
     journal.write({"kind": "drop", "group": 1})
     journal.flush()
     size = segment_path(tmp_path, 0).stat().st_size
-    with largest_file(size + 10), pytest.raises(CheckpointError, match=r"journal .* cannot be written"):
+    refused = pytest.raises(CheckpointError, match=r"journal .* cannot be written")
+    with largest_file(size + 10), refused:
         journal.write({"kind": "drop", "group": 2})
         journal.flush()
+    # There is room again, but it is too late for this writer; its successor reads on where it failed.
     journal.write({"kind": "drop", "group": 3})
-    journal.close()
-    assert groups(tmp_path) == [1, 3]
+    for write in (journal.flush, lambda: journal.rotate(4), journal.close, lambda: journal.rotate(4)):
+        with refused:
+            write()
+    assert groups(tmp_path) == [1]
+    written(tmp_path, [2])
+    assert groups(tmp_path) == [1, 2]
 
 
 def test_a_journal_that_cannot_be_opened_says_what_to_do(tmp_path):

@@ -106,3 +106,39 @@ def test_finished_groups_are_not_generated_again(tmp_path):
     known, sampled, total = virtual_clock.run(second_life())
     assert known > 0
     assert known + sampled == total
+
+
+class HangingScorer(ParityScorer):
+    """Never done with the first task."""
+
+    async def score(self, task, episodes):
+        await asyncio.sleep(1e6 if task.id == "0" else 0.0)
+        return await super().score(task, episodes)
+
+
+class InstantScorer(ParityScorer):
+    async def score(self, task, episodes):
+        return [{"attempt": float(episode.attempt)} for episode in episodes]
+
+
+def test_a_group_that_is_too_old_when_it_is_adopted_is_dropped_though_it_was_scored_at_once(tmp_path):
+    async def first_life():
+        pipeline = make_pipeline(
+            tmp_path, make_plan(max_lag=3, staleness="drop"), scorer=HangingScorer(), sink=MemorySink()
+        )
+        asyncio.get_running_loop().call_later(0.5, pipeline.request_stop)
+        return await pipeline.run()
+
+    state = virtual_clock.run(first_life())
+    assert len(state.groups[0].episodes) == 3
+    assert state.version - state.groups[0].version > 1
+
+    async def second_life():
+        plan, sink = make_plan(max_lag=1, staleness="drop"), MemorySink()
+        state = await make_pipeline(tmp_path, plan, scorer=InstantScorer(), sink=sink).run()
+        return state, [(drop["group"], drop["reason"]) for drop in sink.of("drop")]
+
+    state, drops = virtual_clock.run(second_life())
+    assert state.step == 6
+    assert state.groups == {}
+    assert (0, "stale") in drops
