@@ -23,6 +23,8 @@ LETTERS = "abcdef"
 WORD_LENGTH = 4
 
 SETTINGS: dict[str, Any] = {
+    # A model this small leaves a GPU waiting for Python.
+    "model.device": "cpu",
     "run.steps": 250,
     "run.checkpoint_every": 100,
     "rollout.group_size": 16,

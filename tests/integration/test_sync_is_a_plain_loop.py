@@ -21,7 +21,6 @@ STEPS = 20
 CHANGES = {
     "run.steps": STEPS,
     "run.launcher": "inline",
-    "model.device": "cpu",
     "run.console": "off",
     "run.checkpoint_every": 7,
     "rollout.max_lag": 0,

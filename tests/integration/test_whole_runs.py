@@ -15,7 +15,6 @@ from headrace.runtime.pipeline import Pipeline
 SMALL = {
     "run.steps": 6,
     "run.launcher": "inline",
-    "model.device": "cpu",
     "run.console": "off",
     "run.checkpoint_every": 2,
     "run.name": "run",

@@ -8,16 +8,17 @@ so both sides produce the same number of useful tokens; ``generate`` runs each b
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 from transformers import GenerationConfig, PreTrainedModel
 
 from headrace.engines.torch_engine import TorchEngine
@@ -81,7 +82,13 @@ def _compare(
     rng = np.random.default_rng(seed)
     prompts = rng.integers(0, VOCAB, (len(lengths), prompt_tokens))
     plain = load_model(directory)
-    engine = TorchEngine(load_model(directory), ledger=TimeLedger(ENGINE_ACTIVITIES), max_running=batch)
+    engine = TorchEngine(
+        load_model(directory),
+        ledger=TimeLedger(ENGINE_ACTIVITIES),
+        max_running=batch,
+        # As generate does: all prompts of a batch in one pass.
+        prefill_tokens=batch * prompt_tokens,
+    )
     sides: dict[str, Callable[[], None]] = {
         "generate": lambda: _generate(plain, prompts, lengths, batch),
         "engine": lambda: _engine(engine, prompts, lengths),
@@ -126,23 +133,30 @@ def _engine(engine: TorchEngine, prompts: np.ndarray, lengths: np.ndarray) -> No
     assert produced == lengths.sum()
 
 
+def table(figures: Mapping[str, Any]) -> Table:
+    """The figures for people."""
+    title = f"one thread, {figures['batch']} sequences at once, median of {figures['repeats']}"
+    drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("parameters", "lengths", "engine tokens/s", "generate tokens/s", "ratio", "max/mean"):
+        drawn.add_column(name, justify="right")
+    for case in figures["cases"]:
+        drawn.add_row(
+            case["size"],
+            case["lengths"],
+            f"{case['engine_tokens_per_s']:,.0f}",
+            f"{case['generate_tokens_per_s']:,.0f}",
+            f"{case['ratio']:.2f}x",
+            f"{case['max_over_mean']:.1f}",
+        )
+    return drawn
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
     options = parser.parse_args()
-    figures = run(repeats=options.repeats, seed=options.seed)
-    print(
-        f"{'size':>6}  {'lengths':<12}{'engine tok/s':>14}{'generate tok/s':>16}{'ratio':>8}{'max/mean':>10}"
-    )
-    for case in figures["cases"]:
-        print(
-            f"{case['size']:>6}  {case['lengths']:<12}{case['engine_tokens_per_s']:>14,.0f}"
-            f"{case['generate_tokens_per_s']:>16,.0f}{case['ratio']:>8.2f}{case['max_over_mean']:>10.1f}"
-        )
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=2))
+    Console().print(table(run(repeats=options.repeats, seed=options.seed)))
 
 
 if __name__ == "__main__":

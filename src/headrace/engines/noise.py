@@ -22,6 +22,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = 0xFF51AFD7ED558CCD - 2**64
 _MIX_B = 0xC4CEB9FE1A85EC53 - 2**64
 _KEPT_BITS = 31
+_AHEAD = 8
+_AHEAD_MAX_VALUES = 2**17
 # Just under 2**-31, so that the largest value, which float32 rounds up, stays below one.
 _UNIT = 2.0**-_KEPT_BITS * (1.0 - 2.0**-23)
 
@@ -48,6 +50,31 @@ def exponential(keys_R: np.ndarray, vocab_size: int, device: torch.device) -> to
     # Float32 rounds only large values here, so the small ones, which decide, keep all their bits.
     u_RV = x_RV.to(torch.float32).add_(0.5).mul_(-_UNIT)
     return u_RV.log1p_().neg_()
+
+
+class NoiseAhead:
+    """``exponential`` for rows that mostly go on from one call to the next: several positions are computed
+    at once when the same rows came back, and kept for the calls that follow."""
+
+    def __init__(self) -> None:
+        self._seed_keys = np.zeros(0, dtype=np.uint64)
+        self._expected = np.zeros(0, dtype=np.int64)
+        self._ready: list[torch.Tensor] = []
+
+    def take(
+        self, seed_keys_R: np.ndarray, positions_R: np.ndarray, vocab_size: int, device: torch.device
+    ) -> torch.Tensor:
+        """float32 [R, V], the same numbers as ``exponential(row_keys(...), ...)``; not to be changed."""
+        goes_on = np.array_equal(positions_R, self._expected) and np.array_equal(seed_keys_R, self._seed_keys)
+        if not (goes_on and self._ready):
+            small = len(positions_R) * vocab_size <= _AHEAD_MAX_VALUES // _AHEAD
+            count = _AHEAD if goes_on and small else 1
+            ahead = positions_R + np.arange(count)[:, None]
+            keys = row_keys(np.broadcast_to(seed_keys_R, ahead.shape), ahead).reshape(-1)
+            noise = exponential(keys, vocab_size, device).view(count, len(positions_R), vocab_size)
+            self._ready = list(noise.unbind()[::-1])
+        self._seed_keys, self._expected = seed_keys_R, positions_R + 1
+        return self._ready.pop()
 
 
 def _splitmix(x: np.ndarray) -> np.ndarray:

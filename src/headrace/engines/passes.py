@@ -131,11 +131,17 @@ class Rows:
 
     def tensors(self, min_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, positions and slots, int64 [T]; padding rows are token 0 at slot 0, a scratch row."""
-        parts = (self._token_ids, self._positions, self._slots)
-        if len(self._token_ids) > 1 or self.num_rows < min_rows:
-            padding = [np.zeros(max(0, min_rows - self.num_rows), dtype=np.int64)]
-            parts = tuple([np.concatenate(part + padding)] for part in parts)
-        return self._tensor(parts[0][0]), self._tensor(parts[1][0]), self._tensor(parts[2][0])
+        token_ids, positions = (
+            self._joined(self._token_ids, min_rows),
+            self._joined(self._positions, min_rows),
+        )
+        return token_ids, positions, self._joined(self._slots, min_rows)
+
+    def _joined(self, parts: list[np.ndarray], min_rows: int) -> torch.Tensor:
+        if len(parts) == 1 and self.num_rows >= min_rows:
+            return self._tensor(parts[0])
+        padding = np.zeros(max(0, min_rows - self.num_rows), dtype=np.int64)
+        return self._tensor(np.concatenate([*parts, padding]))
 
     def _group(
         self, a: int, b: int, blocks: np.ndarray, num_tables: int, kv_length: int, positions: np.ndarray
@@ -212,18 +218,16 @@ class ForwardPass:
         plan: PagedPlan,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
-        model = self._model.base_model if self._bare_head else self._model
-        output = model(
-            input_ids=token_ids_T.unsqueeze(0),
-            position_ids=positions_T.unsqueeze(0),
-            attention_mask=self._no_mask,
-            use_cache=False,
-            paged_plan=plan,
-            **({} if self._bare_head else {"logits_to_keep": 0 if keep is None else keep}),
-        )
+        inputs = {
+            "input_ids": token_ids_T.unsqueeze(0),
+            "position_ids": positions_T.unsqueeze(0),
+            "attention_mask": self._no_mask,
+            "use_cache": False,
+            "paged_plan": plan,
+        }
         if not self._bare_head:
-            return output.logits[0]
-        hidden_TD = output.last_hidden_state[0]
+            return self._model(**inputs, logits_to_keep=0 if keep is None else keep).logits[0]
+        hidden_TD = self._model.base_model(**inputs).last_hidden_state[0]
         return self._model.get_output_embeddings()(hidden_TD if keep is None else hidden_TD[keep])
 
     def _kept_rows(self, wanted: np.ndarray, num_rows: int) -> torch.Tensor | None:

@@ -47,9 +47,8 @@ class Drawn:
     """int32 kept token ids by row, only for rows that were truncated."""
 
 
-def sample_plainly(logits_RV: torch.Tensor, seed_key: np.ndarray, position: np.ndarray) -> Drawn:
-    """``sample`` for rows of temperature 1 that are not truncated, at less cost."""
-    noise_RV = exponential(row_keys(seed_key, position), logits_RV.shape[1], logits_RV.device)
+def sample_plainly(logits_RV: torch.Tensor, noise_RV: torch.Tensor) -> Drawn:
+    """``sample`` for rows of temperature 1 that are not truncated, with their noise given."""
     return _draw(torch.log_softmax(logits_RV, dim=-1), noise_RV, {})
 
 

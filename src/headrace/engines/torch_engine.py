@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from headrace.engines.checks import check_model, context_tokens
 from headrace.engines.kv_cache import BlockPool
 from headrace.engines.lanes import Lanes
+from headrace.engines.noise import NoiseAhead
 from headrace.engines.passes import ForwardPass, Piece, Rows
 from headrace.engines.sampler import Drawn, SamplerRows, sample, sample_plainly
 from headrace.engines.scheduler import Chunk, Scheduler, Work
@@ -72,6 +73,7 @@ class TorchEngine:
         self._scheduler = Scheduler(self._pool, self._table, prefill_tokens)
         self._kv = KvTensors(num_blocks=self._pool.num_blocks, block_size=block_size)
         self._lanes = Lanes(max_running)
+        self._noise = NoiseAhead()
         self._pass = ForwardPass(
             model,
             self._kv,
@@ -244,7 +246,10 @@ class TorchEngine:
             if table.num_special:
                 drawn = sample(logits_RV, self._sampler_rows(slots, position))
             else:
-                drawn = sample_plainly(logits_RV, table.seed_key[slots], position)
+                noise_RV = self._noise.take(
+                    table.seed_key[slots], position, logits_RV.shape[1], logits_RV.device
+                )
+                drawn = sample_plainly(logits_RV, noise_RV)
         for row, kept in drawn.kept.items():
             self._scheduler.by_slot[int(slots[row])].kept.append(kept)
         table.append(slots, drawn.token_ids, drawn.logprobs, self.version)

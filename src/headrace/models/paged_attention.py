@@ -279,9 +279,14 @@ def _attend(
         )
     if num_tables in (1, num_rows):
         return _attend_plainly(query_NKGD, key_BKLD, value_BKLD, mask_N11L, options)
-    parts = (query_NKGD, key_BKLD, value_BKLD, mask_N11L)
-    runs = zip(*(part.chunk(num_tables) for part in parts), strict=True)
-    return torch.cat([_attend_plainly(*run, options) for run in runs])
+    runs = zip(
+        query_NKGD.chunk(num_tables),
+        key_BKLD.chunk(num_tables),
+        value_BKLD.chunk(num_tables),
+        mask_N11L.chunk(num_tables),
+        strict=True,
+    )
+    return torch.cat([_attend_plainly(q, k, v, mask, options) for q, k, v, mask in runs])
 
 
 def _attend_runs(

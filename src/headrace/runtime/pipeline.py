@@ -71,6 +71,7 @@ class Pipeline:
             mode=plan.interrupt,
             deadline_s=plan.sync_s,
             drain_s=plan.attempt_s,
+            step_s=plan.stall_s,
         )
         self._slots = Slots(plan.capacity)
         self._buffer = RolloutBuffer(plan, self._unfinished)
@@ -228,6 +229,7 @@ class Pipeline:
         self._slots.release(group.group for group in groups)
         if result is not None:
             await self._report.step(result, summary or {})
+        await self._sync.retire(manifest.version)
 
     async def _save(self) -> None:
         self._sink.emit("phase", {"text": f"saving the checkpoint of step {self.state.step}"})

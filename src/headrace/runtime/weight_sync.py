@@ -3,8 +3,8 @@
 ``publish`` runs between two training steps: it tells the engines to get ready (what that means is the
 interrupt mode), copies the weights out of the trainer and returns. ``land`` then runs beside the
 next step: every engine applies the bundle between two of its own forward passes, and only after the
-last one has acknowledged are the bytes retired and the slots of the step released. Updates land in
-order of version. Each wait has a deadline that says which engine was waited for.
+last one has acknowledged are the slots of the step released and, in the end, the bytes retired. Updates
+land in order of version. Each wait has a deadline that says which engine was waited for.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ class WeightSync:
         mode: InterruptMode,
         deadline_s: float,
         drain_s: float,
+        step_s: float,
     ) -> None:
-        """``drain_s`` bounds the wait for running requests to finish in ``drain`` mode."""
+        """``drain_s`` bounds the wait for running requests to finish in ``drain`` mode, ``step_s`` that for a
+        trainer in the middle of a step."""
         self._engines = engines
         self._trainer = trainer
         self._mode = mode
         self._deadline_s = deadline_s
         self._drain_s = max(drain_s, deadline_s)
+        self._step_s = max(step_s, deadline_s)
         self._landing = asyncio.Lock()
         self.version = -1
         """The version every engine has."""
@@ -51,7 +54,7 @@ class WeightSync:
             return await self._within(publishing, self._trainer.publish(version), self._deadline_s)
 
     async def land(self, manifest: WeightManifest) -> None:
-        """Apply on every engine, then retire the bytes."""
+        """Apply on every engine."""
         async with self._landing, self._resume_on_failure():
             if self._mode in ("drain", "abort"):
                 mode, wait_s = self._mode, self._drain_s if self._mode == "drain" else self._deadline_s
@@ -66,11 +69,11 @@ class WeightSync:
                         f"{manifest.version}; restart it"
                     )
             self.version = manifest.version
-            await self._within(
-                f"retiring version {manifest.version}",
-                self._trainer.retire(manifest.version),
-                self._deadline_s,
-            )
+
+    async def retire(self, version: int) -> None:
+        """Give the bytes back. The trainer may be in the middle of a step and answer only after it, so nothing
+        else may wait for this."""
+        await self._within(f"retiring version {version}", self._trainer.retire(version), self._step_s)
 
     @asynccontextmanager
     async def _resume_on_failure(self) -> AsyncIterator[None]:

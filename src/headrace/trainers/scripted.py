@@ -28,6 +28,8 @@ class ScriptedTrainer:
         self._sender = sender
         self._token_s = token_s
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
+        # One call at a time, as a trainer with one device has it; only ``status`` answers meanwhile.
+        self._busy = asyncio.Lock()
         self._ledger = TimeLedger(TRAINER_ACTIVITIES, start="waiting-for-batch", clock=self._clock)
         self._version = 0
         self._num_tokens = 0
@@ -38,8 +40,9 @@ class ScriptedTrainer:
 
     async def step(self, batch: TrainBatch) -> StepResult:
         num_tokens = sum(sample.num_loss_tokens for sample in batch.samples)
-        with self._ledger.activity("forward-backward"):
-            await asyncio.sleep(self._token_s * num_tokens)
+        async with self._busy:
+            with self._ledger.activity("forward-backward"):
+                await asyncio.sleep(self._token_s * num_tokens)
         for sample in batch.samples:
             key = f"{sample.group}/{sample.attempt}"
             self.counts[key] = self.counts.get(key, 0) + 1
@@ -66,8 +69,9 @@ class ScriptedTrainer:
         )
 
     async def retire(self, version: int) -> None:
-        if self._sender is not None:
-            self._sender.retire(version)
+        async with self._busy:
+            if self._sender is not None:
+                self._sender.retire(version)
 
     async def save(self, directory: Path) -> None:
         with self._ledger.activity("checkpoint"):

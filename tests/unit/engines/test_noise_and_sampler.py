@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace.engines.noise import exponential, row_keys, seed_key
+from headrace.engines.noise import NoiseAhead, exponential, row_keys, seed_key
 from headrace.engines.sampler import SamplerRows, sample
 
 CPU = torch.device("cpu")
@@ -40,6 +40,19 @@ def test_noise_is_standard_exponential():
     np.testing.assert_allclose(np.quantile(noise, quantiles), -np.log1p(-quantiles), rtol=0.1)
     assert abs(np.corrcoef(noise[:-1].ravel(), noise[1:].ravel())[0, 1]) < 5e-3
     assert abs(np.corrcoef(noise[:, :-1].ravel(), noise[:, 1:].ravel())[0, 1]) < 5e-3
+
+
+def test_noise_computed_ahead_is_the_same_noise():
+    ahead, generator = NoiseAhead(), np.random.default_rng(0)
+    seeds, positions = np.array([seed_key(s) for s in range(3)], dtype=np.uint64), np.array([0, 5, 9])
+    for _ in range(60):
+        if generator.random() < 0.1:
+            positions = generator.integers(0, 50, 3)
+        if generator.random() < 0.1:
+            seeds = np.roll(seeds, 1)
+        expected = exponential(row_keys(seeds, positions), 70, CPU)
+        assert torch.equal(ahead.take(seeds, positions, 70, CPU), expected)
+        positions = positions + 1
 
 
 def test_extreme_hashes_give_finite_noise():
