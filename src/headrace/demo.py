@@ -25,14 +25,14 @@ WORD_LENGTH = 4
 SETTINGS: dict[str, Any] = {
     # A model this small leaves a GPU waiting for Python.
     "model.device": "cpu",
-    "run.steps": 250,
+    "run.steps": 300,
     "run.checkpoint_every": 100,
     "rollout.group_size": 16,
     "rollout.groups_per_step": 16,
     "rollout.max_tokens": 8,
     "rollout.max_lag": 1,
     "engine.max_running": 256,
-    "trainer.learning_rate": 1.2e-3,
+    "trainer.learning_rate": 8e-4,
     "trainer.schedule": "linear",
     "trainer.betas": [0.9, 0.95],
     "warm_start.steps": 30,

@@ -156,13 +156,19 @@ class SlotTable:
             sampling_mask=_ragged(sequence.kept) if sequence.request.sampling.truncates else None,
         )
 
-    def append(self, slots: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Book one sampled token for each of these slots."""
-        at = self.length[slots]
-        self.token_ids[slots, at] = token_ids
-        self.logprobs[slots, at] = logprobs
-        self.versions[slots, at] = version
-        self.length[slots] = at + 1
+    def append(
+        self,
+        slots: np.ndarray,
+        lengths: np.ndarray,
+        token_ids: np.ndarray,
+        logprobs: np.ndarray,
+        version: int,
+    ) -> None:
+        """Book one sampled token for each of these slots, whose lengths so far are given."""
+        self.token_ids[slots, lengths] = token_ids
+        self.logprobs[slots, lengths] = logprobs
+        self.versions[slots, lengths] = version
+        self.length[slots] = lengths + 1
 
     def _widen(self, limit: int, num_stops: int) -> None:
         if num_stops > self.stop_ids.shape[1]:

@@ -241,7 +241,8 @@ class TorchEngine:
     def _book(self, slots: np.ndarray, logits_RV: torch.Tensor) -> list[tuple[str, Completion]]:
         """Sample a token for each slot, write it down, and take out what is finished."""
         table = self._table
-        position = table.length[slots] - table.num_prompt[slots]
+        lengths = table.length[slots]
+        position = lengths - table.num_prompt[slots]
         with torch.inference_mode():
             if table.num_special:
                 drawn = sample(logits_RV, self._sampler_rows(slots, position))
@@ -252,9 +253,9 @@ class TorchEngine:
                 drawn = sample_plainly(logits_RV, noise_RV)
         for row, kept in drawn.kept.items():
             self._scheduler.by_slot[int(slots[row])].kept.append(kept)
-        table.append(slots, drawn.token_ids, drawn.logprobs, self.version)
+        table.append(slots, lengths, drawn.token_ids, drawn.logprobs, self.version)
         self._scheduler.counters.generated_tokens += len(slots)
-        return self._collect(slots, drawn)
+        return self._collect(slots, lengths + 1, drawn)
 
     def _sampler_rows(self, slots: np.ndarray, position: np.ndarray) -> SamplerRows:
         table = self._table
@@ -267,11 +268,13 @@ class TorchEngine:
             position=position,
         )
 
-    def _collect(self, slots: np.ndarray, drawn: Drawn) -> list[tuple[str, Completion]]:
+    def _collect(self, slots: np.ndarray, lengths: np.ndarray, drawn: Drawn) -> list[tuple[str, Completion]]:
         table, finished = self._table, []
         stopped = (table.stop_ids[slots] == drawn.token_ids[:, None]).any(axis=1)
-        full = table.length[slots] >= table.limit[slots]
-        for row in np.flatnonzero(stopped | full):
+        ended = stopped | (lengths >= table.limit[slots])
+        if not ended.any():
+            return []
+        for row in np.flatnonzero(ended).tolist():
             sequence = self._scheduler.by_slot[int(slots[row])]
             self._scheduler.finish(sequence)
             del self._live[sequence.request.id]
