@@ -13,17 +13,17 @@ by ``checkpoint.recover``. ``max_lag = 0`` is synchronous training through exact
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.errors import CheckpointError, DeadlineError, HeadraceError, RewardError, TaskError
+from headrace.errors import CheckpointError, DeadlineError
 from headrace.protocols import Cluster, Environment, Scorer, Sink, TaskSource
 from headrace.runtime.batches import describe, make_batch
 from headrace.runtime.buffer import ReadyGroup, RolloutBuffer
 from headrace.runtime.checkpoint import CheckpointStore, recover
+from headrace.runtime.drops import DropWatch
 from headrace.runtime.groups import GroupRunner, ready_group
 from headrace.runtime.journal import Journal, Record
 from headrace.runtime.plan import RunPlan
@@ -31,15 +31,11 @@ from headrace.runtime.report import Reporter
 from headrace.runtime.router import Router
 from headrace.runtime.slots import Slots
 from headrace.runtime.state import RunState
+from headrace.runtime.supervisor import Supervisor
 from headrace.runtime.weight_sync import WeightSync
 from headrace.types import DropReason, RoleStatus, StepResult, WeightManifest
 
 T = TypeVar("T")
-
-FREE_FAILURES = 3
-"""Failed groups that are forgiven before the error budget counts as a share."""
-BARREN_STEPS = 20
-"""Groups without anything to learn from, in batches' worth and none usable in between, that end the run."""
 
 
 class Pipeline:
@@ -57,6 +53,7 @@ class Pipeline:
     ) -> None:
         """``own_status`` tells where the controller's own time went; None: it is not metered."""
         self._plan = plan
+        self._supervisor = Supervisor()
         self._cluster = cluster
         self._trainer = cluster.trainer
         self._tasks = tasks
@@ -83,15 +80,12 @@ class Pipeline:
             record=self._record,
             on_ready=self._ready,
             on_dropped=self._dropped,
-            on_fatal=self._fail,
+            on_fatal=self._supervisor.fail,
         )
         self._report = Reporter(self.state, cluster, sink, own_status)
-        self._background: set[asyncio.Task[None]] = set()
+        self._landings: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
-        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._barren: Counter[DropReason] = Counter()
-        # A run resumed with its fault mended starts with a whole error budget.
-        self._num_failed = 0
+        self._drops = DropWatch(error_budget=plan.error_budget, groups_per_step=plan.groups_per_step)
         self._num_groups_before = self.state.next_group - len(self.state.groups)
 
     def request_stop(self) -> None:
@@ -100,14 +94,12 @@ class Pipeline:
 
     async def run(self) -> RunState:
         """Train until the plan is fulfilled, ``request_stop``, or an error."""
-        self._spawn(self._watch_workers())
+        self._supervisor.spawn(self._watch_workers())
         try:
-            await self._or_fatal(self._run())
+            await self._supervisor.guard(self._run())
         finally:
-            # Admission first: a group it still starts would outlive the others.
-            for task in self._background:
-                task.cancel()
-            await asyncio.gather(*self._background, return_exceptions=True)
+            # Admission ends first: a group it still starts would outlive the others.
+            await self._supervisor.close()
             await self._runner.cancel()
             self._journal.close()
         return self.state
@@ -117,7 +109,7 @@ class Pipeline:
         await self._land(await self._sync.publish(self.state.version))
         self._adopt()
         self._report.start()
-        admission = self._spawn(self._admit())
+        admission = self._supervisor.spawn(self._admit())
         while self.state.step < self._plan.steps:
             groups = await self._next_groups()
             if groups is None:
@@ -200,7 +192,9 @@ class Pipeline:
             for group in self._buffer.decide(self.state.version).drop:
                 self._end(group, "stale")
         manifest = await self._sync.publish(result.version)
-        self._spawn(self._land(manifest, groups, result, summary))
+        landing = self._supervisor.spawn(self._land(manifest, groups, result, summary))
+        self._landings.add(landing)
+        landing.add_done_callback(self._landings.discard)
         every = self._plan.checkpoint_every
         if every and result.step % every == 0 and result.step < self._plan.steps:
             await self._save()
@@ -251,9 +245,8 @@ class Pipeline:
             for group in list(self.state.groups):
                 self._end(group, "cancelled")
             await self._runner.idle()
-        landings = [task for task in self._background if task.get_name() == "_land"]
-        if landings:
-            await asyncio.wait(landings, timeout=self._plan.sync_s)
+        if self._landings:
+            await asyncio.wait(set(self._landings), timeout=self._plan.sync_s)
         await self._save()
 
     def _end(self, group: int, reason: DropReason) -> None:
@@ -262,37 +255,17 @@ class Pipeline:
         self._runner.end(group, reason)
 
     def _ready(self, group: ReadyGroup) -> None:
-        self._barren.clear()
+        self._drops.scored()
         self._buffer.put(group)
 
     def _dropped(self, group: int, reason: DropReason, detail: str) -> None:
         self._sink.emit("drop", {"group": group, "reason": reason, "detail": detail})
         self._slots.release((group,))
         self._buffer.notify()
-        self._barren[reason] += 1
-        if self._barren[reason] >= BARREN_STEPS * self._plan.groups_per_step:
-            self._fail(self._nothing_to_learn(reason, detail))
-        self._num_failed += reason == "failed"
         num_groups = self.state.next_group - self._num_groups_before
-        if self._num_failed > max(FREE_FAILURES, self._plan.error_budget * num_groups):
-            self._fail(
-                RewardError(
-                    f"{self._num_failed} of {num_groups} groups failed, over "
-                    f"reward.error_budget = {self._plan.error_budget:g}; the last one: {detail}"
-                )
-            )
-
-    def _nothing_to_learn(self, reason: DropReason, detail: str) -> HeadraceError | None:
-        """Drops of this kind would go on for ever; None: they are no fault of the tasks."""
-        number = self._barren[reason]
-        if reason == "zero-variance":
-            return RewardError(
-                f"{number} groups had equal rewards and none in between differed, so there is nothing to "
-                "learn; use easier or harder tasks, a warm start, or rollout.drop_zero_variance = false"
-            )
-        if reason == "over-length":
-            return TaskError(f"{number} groups had prompts too long for the model, none fitted; {detail}")
-        return None
+        error = self._drops.dropped(reason, detail, num_groups=num_groups)
+        if error is not None:
+            self._supervisor.fail(error)
 
     def _unfinished(self) -> dict[int, int]:
         return {g: live.version for g, live in self.state.groups.items() if live.scored is None}
@@ -314,39 +287,10 @@ class Pipeline:
         try:
             self._journal.flush()
         except CheckpointError as error:
-            self._fail(error)
+            self._supervisor.fail(error)
 
     async def _watch_workers(self) -> None:
         raise await self._cluster.wait_failure()
-
-    def _spawn(self, coroutine: Awaitable[None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(coroutine)
-        task.set_name(coroutine.__name__)  # type: ignore[attr-defined]
-        self._background.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._fail(task.exception())
-
-    def _fail(self, error: BaseException | None) -> None:
-        if error is not None and not self._fatal.done():
-            self._fatal.set_exception(error)
-
-    async def _or_fatal(self, coroutine: Awaitable[None]) -> None:
-        """Await the main line; the first failure anywhere else ends it."""
-        main = asyncio.ensure_future(coroutine)
-        try:
-            await asyncio.wait({main, self._fatal}, return_when=asyncio.FIRST_COMPLETED)
-            if self._fatal.done() and not main.done():
-                self._fatal.result()
-            await main
-        finally:
-            main.cancel()
-            await asyncio.gather(main, return_exceptions=True)
-            self._fatal.cancel()
 
     async def _within(self, what: str, wait: Awaitable[T]) -> T:
         try:

@@ -9,7 +9,7 @@ from harness import MemorySink, OneTurn, ParityScorer, make_pipeline, make_plan
 from headrace.engines.scripted import ScriptedEngine
 from headrace.errors import CheckpointError, DeadlineError, PromptTooLongError, RewardError, TaskError
 from headrace.plan import virtual_clock
-from headrace.runtime.pipeline import BARREN_STEPS
+from headrace.runtime.drops import BARREN_STEPS
 from headrace.trainers.scripted import ScriptedTrainer
 
 
