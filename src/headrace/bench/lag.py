@@ -56,7 +56,9 @@ def table(figures: dict[str, Any]) -> Table:
         row = (str(seed), f"{first:.3f}", *(f"{x:.3f}" for x in finals), f"{figures['differences'][i]:+.3f}")
         drawn.add_row(*row)
     means = (statistics.fmean(figures["final"][lag]) for lag in LAGS)
-    drawn.add_row("mean", "", *(f"{x:.3f}" for x in means), f"{figures['mean_difference']:+.3f}", style="bold")
+    drawn.add_row(
+        "mean", "", *(f"{x:.3f}" for x in means), f"{figures['mean_difference']:+.3f}", style="bold"
+    )
     return drawn
 
 
