@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from headrace.engines.passes import ForwardPass
+from headrace.engines.passes import TRIM_STEP, ForwardPass
 from headrace.errors import ModelError
 from headrace.models.paged_attention import PAGED, KvTensors, LayerCall, register
 
@@ -38,7 +38,7 @@ class ModelFacts:
     min_rows: int
     """Rows a pass is padded to: from there on a row's products do not depend on how many there are."""
     trims: bool
-    """Whether attention gives the same bits however far the key-value length is padded."""
+    """Whether attention gives the same bits for every key-value length padded to a ``TRIM_STEP``."""
     bare_head: bool
     """Whether the logits are the output layer's alone, with nothing scaled or capped after it."""
 
@@ -97,7 +97,7 @@ def _length_is_free(call: LayerCall) -> bool:
             torch.nn.functional.scaled_dot_product_attention(
                 query, key[:, :, :padded], value[:, :, :padded], attn_mask=mask[..., :padded]
             )
-            for padded in range(-(-length // 8) * 8, _LONGEST_PADDING + 1, 56)
+            for padded in range(-(-length // TRIM_STEP) * TRIM_STEP, _LONGEST_PADDING + 1, 3 * TRIM_STEP)
         ]
         if not all(torch.equal(output, outputs[0]) for output in outputs):
             return False

@@ -27,9 +27,12 @@ from headrace.models.paged_attention import (
     PagedPlan,
     RowGroup,
     padded_length,
+    padded_octave,
 )
 from headrace.models.resident_kv import LaneGroup
 
+TRIM_STEP = 16
+"""Where the padding of a row may vary, it varies by whole steps."""
 _COLLECTED_TOKENS = 4096
 """Key-value rows collected for one attention call: few enough to be still in the cache when read."""
 
@@ -63,12 +66,13 @@ class Rows:
         self, rows: LaneRows, token_ids: np.ndarray, positions: np.ndarray, tables: np.ndarray
     ) -> None:
         """Decoding rows in the order of a lane; ``tables`` is that of all slots."""
-        kv_length, size = rows.lane.kv_length, self._block_size
-        read_length = -(-(int(positions.max()) + 1) // size) * size if self._trims else kv_length
+        size = self._block_size
+        longest = int(positions.max()) + 1
+        step, num_blocks = max(TRIM_STEP, size), -(-longest // size)
+        read_length = -(-longest // step) * step if self._trims else rows.lane.kv_length
         loads = moves = None
         if rows.loads is not None:
-            blocks = tables[rows.slots[rows.loads], : kv_length // size].reshape(-1)
-            loads = (self._tensor(rows.loads), self._tensor(blocks))
+            loads = (self._rows(rows.loads), self._tensor(tables[rows.slots[rows.loads], :num_blocks]))
         if rows.moves is not None:
             moves = (self._tensor(rows.moves[0]), self._tensor(rows.moves[1]))
         where = self._tensor(positions)
@@ -156,6 +160,11 @@ class Rows:
         self._slots.append(slots)
         self.num_rows += len(token_ids)
 
+    def _rows(self, rows: np.ndarray) -> slice | torch.Tensor:
+        """Row numbers in rising order, as a slice where they have no gaps: a plain copy is faster."""
+        first, end = int(rows[0]), int(rows[-1]) + 1
+        return slice(first, end) if end - first == len(rows) else self._tensor(rows)
+
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
@@ -192,6 +201,10 @@ class ForwardPass:
         size = kv.block_size
         self.padded = np.array([padded_length(n, size) for n in range(limit_tokens + 1)], dtype=np.int64)
         """The padded key-value length of a row, by its length."""
+        # Where rows can be trimmed, lanes may be few and long: rows then change lanes less often.
+        lane_length = padded_octave if trims else padded_length
+        self.lane_lengths = np.array([lane_length(n, size) for n in range(limit_tokens + 1)], dtype=np.int64)
+        """The length of the lane a decoding row belongs to, by its length."""
         # Four dimensions make transformers pass a mask along as it is instead of building one.
         self._no_mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=self._device)
 

@@ -206,7 +206,7 @@ class TorchEngine:
         at = table.computed[slots]
         lanes, rest = self._lanes.settled(table.num_changes, len(slots)), slots[:0]
         if lanes is None:
-            lengths = self._pass.padded[at + 1]
+            lengths = self._pass.lane_lengths[at + 1]
             dense = lengths <= self._resident_length()
             kept, rest = slots[dense], slots[~dense]
             lanes = self._lanes.arrange(

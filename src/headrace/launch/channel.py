@@ -112,6 +112,7 @@ class Listener:
         self.token = secrets.token_hex(16)
         self.address = ""
         self._arrivals: dict[str, asyncio.Future[Channel]] = {}
+        self._channels: set[Channel] = set()
         self._server: asyncio.Server | None = None
 
     async def open(self, directory: Path) -> None:
@@ -134,9 +135,13 @@ class Listener:
             self._server.close()
         for arrival in self._arrivals.values():
             arrival.cancel()
+        # Also those whose start was given up before anybody took them over.
+        for channel in self._channels:
+            channel.abandon()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer)
+        self._channels.add(channel)
         role = await self._hello(channel)
         arrival = self._arrivals.get(role) if role is not None else None
         if arrival is None or arrival.done():

@@ -45,6 +45,14 @@ def padded_length(length: int, block_size: int) -> int:
     return octave
 
 
+def padded_octave(length: int, block_size: int) -> int:
+    """As ``padded_length`` with one step an octave."""
+    octave = max(_SHORTEST, 2 * block_size)
+    while octave < length:
+        octave *= 2
+    return octave
+
+
 class KvTensors:
     """The key-value memory: one [B, S, W] tensor a layer, made when the layer first writes."""
 

@@ -28,15 +28,15 @@ class Lane:
         held = self._layers.get(layer)
         if held is None or held[0].shape[0] < count:
             capacity = max(count, 4 if held is None else 2 * held[0].shape[0])
-            key, value = self._empty(capacity, new.key_TKD), self._empty(capacity, new.value_TKD)
+            key, value = self._zeros(capacity, new.key_TKD), self._zeros(capacity, new.value_TKD)
             if held is not None:
                 key[: held[0].shape[0]], value[: held[1].shape[0]] = held
             held = self._layers[layer] = (key, value)
         return held
 
-    def _empty(self, capacity: int, like_TKD: torch.Tensor) -> torch.Tensor:
-        # Left unset: a row is loaded whole before it is read for the first time.
-        return like_TKD.new_empty((capacity, like_TKD.shape[1], self.kv_length, like_TKD.shape[2]))
+    def _zeros(self, capacity: int, like_TKD: torch.Tensor) -> torch.Tensor:
+        # Zero at first and finite ever after: what lies beyond a row's tokens is masked, but still read.
+        return like_TKD.new_zeros((capacity, like_TKD.shape[1], self.kv_length, like_TKD.shape[2]))
 
 
 @dataclass(slots=True)
@@ -50,19 +50,22 @@ class LaneGroup:
     """int64 [N], where in its row each new token goes."""
     moves: tuple[torch.Tensor, torch.Tensor] | None
     """(to, from) rows, filling the gaps of sequences that left."""
-    loads: tuple[torch.Tensor, torch.Tensor] | None
-    """(rows, block ids) of sequences that joined."""
+    loads: tuple[slice | torch.Tensor, torch.Tensor] | None
+    """(rows, block ids [rows, blocks]) of sequences that joined."""
     _places: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def read(self, kv: KvTensors, layer: int, new: NewRows) -> tuple[torch.Tensor, torch.Tensor]:
-        count, length = len(self.positions), self.lane.kv_length
+        count = len(self.positions)
         key, value = self.lane.layer(layer, count, new)
         if self.moves is not None:
             to, since = self.moves
             key[to], value[to] = key[since], value[since]
         if self.loads is not None:
             rows, blocks = self.loads
-            key[rows], value[rows] = split_heads(kv.read(layer, blocks).view(len(rows), length, -1), new)
+            loaded = kv.read(layer, blocks.flatten()).view(len(blocks), blocks.shape[1] * kv.block_size, -1)
+            new_key, new_value = split_heads(loaded, new)
+            key[:, :, : loaded.shape[1]][rows] = new_key
+            value[:, :, : loaded.shape[1]][rows] = new_value
         places = self._heads_places(key.shape[1])
         key.view(-1, key.shape[3]).index_copy_(0, places, new.key_TKD[self.rows].flatten(0, 1))
         value.view(-1, value.shape[3]).index_copy_(0, places, new.value_TKD[self.rows].flatten(0, 1))

@@ -141,8 +141,8 @@ class TorchTrainer:
                 norms.append(norm)
                 if reason is not None and self._on_nonfinite == "stop" and recorded:
                     raise TrainingError(
-                        f"step {batch.step}: {part}{reason}; lower learning_rate, or set on_nonfinite "
-                        "to 'skip'"
+                        f"step {batch.step}: {part}{reason}; lower trainer.learning_rate, "
+                        "or set trainer.on_nonfinite to skip"
                     )
                 skipped = skipped if reason is None else part + reason
             metrics = step_metrics(records)

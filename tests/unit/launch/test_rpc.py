@@ -287,3 +287,18 @@ def test_a_stranger_is_hung_up_on(tmp_path, hello):
 def test_no_controller_at_the_address(tmp_path):
     with pytest.raises(RoleError, match="engine-0 found no controller at unix:"):
         asyncio.run(connect(f"unix:{tmp_path}/none", role="engine-0", token="x"))
+
+
+def test_a_listener_that_closes_hangs_up_on_everyone_nobody_took_over(tmp_path):
+    async def main() -> None:
+        listener = Listener()
+        await listener.open(tmp_path)
+        arrival = listener.expect("engine-0")
+        channel = await connect(listener.address, role="engine-0", token=listener.token)
+        await asyncio.wait_for(arrival, 10)
+        listener.close()
+        with pytest.raises(ChannelClosed):
+            await asyncio.wait_for(channel.receive(), 10)
+        await channel.close()
+
+    asyncio.run(main())
