@@ -148,6 +148,7 @@ def bench_overlap(
 
 @bench.command("trl")
 def bench_trl(
+    workload: Annotated[str, typer.Option(help="even or long-tailed completion lengths")] = "long-tailed",
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     seed: int = 0,
     json_file: JsonFile = None,
@@ -157,7 +158,10 @@ def bench_trl(
     from headrace.bench import against_trl
 
     figures = against_trl.run(
-        repeats=repeats, seed=seed, on_run=lambda text: Console(stderr=True).print(text)
+        repeats=repeats,
+        seed=seed,
+        workload=workload,
+        on_run=lambda text: Console(stderr=True).print(text),
     )
     Console().print(against_trl.table(figures))
     write_json(json_file, figures)

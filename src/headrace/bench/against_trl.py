@@ -18,6 +18,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import random
 import statistics
@@ -35,10 +36,6 @@ from rich.table import Table
 from headrace.errors import ConfigError, DeadlineError, HeadraceError, InvariantError
 
 LETTERS = "abcdefghij"
-WORD_LENGTHS = (8, 24)
-"""Shortest and longest word to reverse. An answer is as long as its word, so the longest of a batch is about
-1.5 times the mean: milder than the long tails of real runs, which would favour continuous batching."""
-MAX_TOKENS = 32
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 16
 SAMPLES_PER_STEP = GROUP_SIZE * GROUPS_PER_STEP
@@ -59,6 +56,33 @@ BUSY_LOAD = 0.7
 PEER_PACKAGES = ("trl", "accelerate", "datasets")
 
 Side = Literal["headrace", "trl"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """How long the words are. An answer is as long as its word, so this is also the spread of completions."""
+
+    median: int
+    sigma: float
+    """Of a log-normal distribution."""
+    shortest: int
+    longest: int
+
+    @property
+    def max_tokens(self) -> int:
+        return self.longest + 8
+
+    def length(self, draw: random.Random) -> int:
+        length = round(self.median * math.exp(self.sigma * draw.gauss(0.0, 1.0)))
+        return min(max(length, self.shortest), self.longest)
+
+
+WORKLOADS = {
+    "even": Workload(median=16, sigma=0.3, shortest=8, longest=24),
+    "long-tailed": Workload(median=12, sigma=0.9, shortest=2, longest=96),
+}
+"""The longest completion of a batch is about 1.5 times the mean in the first, 6 times in the second, which is
+what completions of reasoning models look like."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,21 +121,24 @@ def run(
     *,
     repeats: int = 3,
     seed: int = 0,
-    measured_steps: int = 60,
+    measured_steps: int = 40,
+    workload: str = "long-tailed",
     on_run: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """All figures as plain numbers; ``on_run`` hears one line about every run."""
     require()
+    if workload not in WORKLOADS:
+        raise ConfigError(f"--workload {workload} is unknown; choose one of {', '.join(WORKLOADS)}")
     load = os.getloadavg()[0]
     if load > BUSY_LOAD:
         on_run(f"warning: other work keeps {load:.1f} cores busy; these figures will not be worth much")
     runs: dict[str, list[dict[str, float]]] = {case.name: [] for case in CASES}
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as made:
         directory = Path(made)
-        prepare(directory, seed=seed)
+        prepare(directory, WORKLOADS[workload], seed=seed)
         for repeat in range(repeats):
             for case in turns(CASES, repeat):
-                record = _run_case(case, directory, steps=measured_steps, seed=seed + repeat)
+                record = _run_case(case, directory, workload, steps=measured_steps, seed=seed + repeat)
                 figures = rate(record, first=WARM_UP_STEPS, last=WARM_UP_STEPS + measured_steps)
                 runs[case.name].append(figures)
                 on_run(f"{repeat + 1}/{repeats}  {case.name:<20}  {figures['samples_per_s']:8.1f} samples/s")
@@ -119,7 +146,8 @@ def run(
         **compare(runs),
         "samples_per_step": SAMPLES_PER_STEP,
         "group_size": GROUP_SIZE,
-        "max_tokens": MAX_TOKENS,
+        "workload": workload,
+        "max_tokens": WORKLOADS[workload].max_tokens,
         "measured_steps": measured_steps,
         "repeats": repeats,
         "num_cores": len(cores()),
@@ -129,7 +157,8 @@ def run(
 
 def table(figures: Mapping[str, Any]) -> Table:
     view = Table(
-        title=f"Whole loop on {figures['num_cores']} cores, {figures['samples_per_step']} samples a step, "
+        title=f"Whole loop, {figures['workload']} lengths, {figures['num_cores']} cores, "
+        f"{figures['samples_per_step']} samples a step, "
         f"median of {figures['repeats']}",
         caption=f"Headrace at max_lag 1 against {figures['best_trl']}: {figures['ratio']:.2f} times; "
         f"at max_lag 0: {figures['ratio_synchronous']:.2f} times",
@@ -213,10 +242,10 @@ def compare(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]
     return {"cases": summary, "best_trl": best["name"], "ratio": ratios[1], "ratio_synchronous": ratios[0]}
 
 
-def tasks(num: int, *, seed: int) -> list[dict[str, str]]:
+def tasks(num: int, workload: Workload, *, seed: int) -> list[dict[str, str]]:
     """Words of different lengths to reverse, with the right answer beside them."""
     draw = random.Random(seed)
-    words = ["".join(draw.choices(LETTERS, k=draw.randint(*WORD_LENGTHS))) for _ in range(num)]
+    words = ["".join(draw.choices(LETTERS, k=workload.length(draw))) for _ in range(num)]
     return [{"prompt": f"{word}>", "answer": word[::-1]} for word in words]
 
 
@@ -226,7 +255,7 @@ def share_right(completion: str, answer: str) -> float:
     return right / max(len(completion), len(answer))
 
 
-def prepare(directory: Path, *, seed: int) -> None:
+def prepare(directory: Path, workload: Workload, *, seed: int) -> None:
     """The model both sides start from, taught the form of an answer, and their tasks."""
     import torch
 
@@ -241,11 +270,11 @@ def prepare(directory: Path, *, seed: int) -> None:
         raw = directory / "raw"
         vocab_size = make_char_tokenizer(raw, LETTERS + ">")
         make_tiny_model(
-            raw, vocab_size=vocab_size, hidden_size=64, num_layers=2, context_tokens=64, seed=seed
+            raw, vocab_size=vocab_size, hidden_size=64, num_layers=2, context_tokens=256, seed=seed
         )
         api.warm_start(
             model=raw,
-            examples=tasks(NUM_TASKS, seed=seed + 1_000_000),
+            examples=tasks(NUM_TASKS, workload, seed=seed + 1_000_000),
             output=directory / "model",
             steps=SUPERVISED_STEPS,
             learning_rate=3e-3,
@@ -253,10 +282,10 @@ def prepare(directory: Path, *, seed: int) -> None:
         )
     finally:
         torch.set_num_threads(threads)
-    (directory / "tasks.json").write_text(json.dumps(tasks(NUM_TASKS, seed=seed)), encoding="utf-8")
+    (directory / "tasks.json").write_text(json.dumps(tasks(NUM_TASKS, workload, seed=seed)), encoding="utf-8")
 
 
-def _run_case(case: Case, directory: Path, *, steps: int, seed: int) -> Record:
+def _run_case(case: Case, directory: Path, workload: str, *, steps: int, seed: int) -> Record:
     """One run in a process of its own."""
     out = directory / "record.json"
     out.unlink(missing_ok=True)
@@ -265,6 +294,7 @@ def _run_case(case: Case, directory: Path, *, steps: int, seed: int) -> Record:
         sys.executable, "-m", "headrace.bench.against_trl", case.side, str(directory), str(out),
         "--steps", str(WARM_UP_STEPS + steps + COOL_DOWN_STEPS), "--seed", str(seed),
         "--threads", threads, "--max-lag", str(case.max_lag or 0),
+        "--max-tokens", str(WORKLOADS[workload].max_tokens),
     ]  # fmt: skip
     environment = {
         **os.environ,
@@ -285,7 +315,7 @@ def _run_case(case: Case, directory: Path, *, steps: int, seed: int) -> Record:
     return Record(**json.loads(out.read_text(encoding="utf-8")))
 
 
-def _headrace(directory: Path, *, steps: int, seed: int, max_lag: int) -> Record:
+def _headrace(directory: Path, *, steps: int, seed: int, max_tokens: int, max_lag: int) -> Record:
     from headrace import api
     from headrace.observe.jsonl import read_events
 
@@ -303,7 +333,7 @@ def _headrace(directory: Path, *, steps: int, seed: int, max_lag: int) -> Record
         "tasks.shuffle": False,
         "rollout.group_size": GROUP_SIZE,
         "rollout.groups_per_step": GROUPS_PER_STEP,
-        "rollout.max_tokens": MAX_TOKENS,
+        "rollout.max_tokens": max_tokens,
         "rollout.max_lag": max_lag,
         "engine.max_running": SAMPLES_PER_STEP,
         "algo.clip_low": CLIP,
@@ -322,7 +352,7 @@ def _headrace(directory: Path, *, steps: int, seed: int, max_lag: int) -> Record
     )
 
 
-def _trl(directory: Path, *, steps: int, seed: int, threads: int) -> Record:
+def _trl(directory: Path, *, steps: int, seed: int, max_tokens: int, threads: int) -> Record:
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -354,7 +384,7 @@ def _trl(directory: Path, *, steps: int, seed: int, threads: int) -> Record:
             gradient_accumulation_steps=1,
             num_generations=GROUP_SIZE,
             shuffle_dataset=False,
-            max_completion_length=MAX_TOKENS,
+            max_completion_length=max_tokens,
             temperature=1.0,
             num_iterations=1,
             beta=0.0,
@@ -390,15 +420,16 @@ def main() -> None:
     parser.add_argument("side", choices=("headrace", "trl"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)
-    for name in ("steps", "seed", "threads", "max-lag"):
+    for name in ("steps", "seed", "threads", "max-lag", "max-tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
     given = parser.parse_args()
     if sys.platform == "linux":
         os.sched_setaffinity(0, cores())
+    shared = {"steps": given.steps, "seed": given.seed, "max_tokens": given.max_tokens}
     if given.side == "trl":
-        record = _trl(given.directory, steps=given.steps, seed=given.seed, threads=given.threads)
+        record = _trl(given.directory, **shared, threads=given.threads)
     else:
-        record = _headrace(given.directory, steps=given.steps, seed=given.seed, max_lag=given.max_lag)
+        record = _headrace(given.directory, **shared, max_lag=given.max_lag)
     given.out.write_text(json.dumps(asdict(record)), encoding="utf-8")
 
 

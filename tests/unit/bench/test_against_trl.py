@@ -72,13 +72,14 @@ def test_the_last_measured_step_ends_before_admission_does() -> None:
     assert max(bench.MAX_LAGS) < bench.COOL_DOWN_STEPS
 
 
-def test_tasks_are_words_with_their_reverse_that_fit() -> None:
-    made = bench.tasks(200, seed=3)
-    assert made == bench.tasks(200, seed=3) != bench.tasks(200, seed=4)
+@pytest.mark.parametrize("workload", bench.WORKLOADS.values(), ids=bench.WORKLOADS)
+def test_tasks_are_words_with_their_reverse_that_fit(workload: bench.Workload) -> None:
+    made = bench.tasks(2000, workload, seed=3)
+    assert made == bench.tasks(2000, workload, seed=3) != bench.tasks(2000, workload, seed=4)
     assert all(row["prompt"] == row["answer"][::-1] + ">" for row in made)
     lengths = [len(row["answer"]) for row in made]
-    assert (min(lengths), max(lengths)) == bench.WORD_LENGTHS
-    assert max(lengths) + 1 < bench.MAX_TOKENS
+    assert (min(lengths), max(lengths)) == (workload.shortest, workload.longest)
+    assert max(lengths) + 1 < workload.max_tokens
 
 
 @pytest.mark.parametrize(
