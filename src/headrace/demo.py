@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "trainer.learning_rate": 8e-4,
     "trainer.schedule": "linear",
     "trainer.betas": [0.9, 0.95],
-    "warm_start.steps": 30,
+    "warm_start.steps": 27,
     "warm_start.learning_rate": 3e-3,
 }
 

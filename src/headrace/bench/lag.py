@@ -17,6 +17,7 @@ from rich.table import Table
 from headrace import demo
 
 LAGS = (0, 4)
+RECIPE = ("warm_start.steps=30", "run.console=off")
 WIDTH, HEIGHT, MARGIN = 640, 360, 44
 COLOURS = ("#1f77b4", "#d62728")
 
@@ -25,7 +26,7 @@ def run(*, seeds: Sequence[int], on_run: Callable[[str], None] = lambda text: No
     curves: dict[int, list[tuple[float, ...]]] = {lag: [] for lag in LAGS}
     for seed in seeds:
         for lag in LAGS:
-            overrides = [f"rollout.max_lag={lag}", "run.console=off", f"run.name=lag-{lag}-seed-{seed}"]
+            overrides = [*RECIPE, f"rollout.max_lag={lag}", f"run.name=lag-{lag}-seed-{seed}"]
             rewards = demo.run(seed=seed, overrides=overrides).rewards
             curves[lag].append(rewards)
             on_run(f"seed {seed}, max_lag {lag}: {rewards[0]:.3f} -> {final_reward(rewards):.3f}")

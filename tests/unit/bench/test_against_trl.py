@@ -98,6 +98,7 @@ def test_a_missing_package_names_the_extra() -> None:
 def test_the_table_shows_every_case_and_the_ratio() -> None:
     figures = {
         **bench.compare(runs(100.0, 80.0, 250.0, 150.0)),
+        "workload": "even",
         "samples_per_step": bench.SAMPLES_PER_STEP,
         "num_cores": 2,
         "repeats": 3,
