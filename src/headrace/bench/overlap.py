@@ -35,7 +35,7 @@ from headrace.runtime.pipeline import Pipeline
 from headrace.types import Episode, Sampling, Task, Trajectory
 
 LAGS = (0, 1, 2, 4)
-STEPS = 30
+STEPS = 24
 SETTLING_STEPS = 8
 """Left out of every figure: the pipeline fills."""
 GENERATION = ("prefill", "decode")
