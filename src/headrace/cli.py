@@ -124,8 +124,10 @@ def bench_engine(
     show_traceback: Traceback = False,
 ) -> None:
     """Generation against ``model.generate``, one thread, 64 sequences at a time on both sides."""
+    from headrace import build
     from headrace.bench import engine
 
+    build.quieten()
     figures = engine.run(repeats=repeats, seed=seed)
     Console().print(engine.table(figures))
     write_json(json_file, figures)
