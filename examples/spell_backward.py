@@ -1,7 +1,7 @@
 """A reasoning-gym generator as an endless task source: spelling words backwards.
 
     pip install 'headrace[tasks]'
-    python examples/reasoning_gym.py
+    python examples/spell_backward.py
 
 The model is a tiny one over single characters, so the question is cut down to the word itself. With a
 pretrained model use the generator as it is: ``tasks.source = "gym:spell_backward"`` and
