@@ -137,13 +137,19 @@ def bench_engine(
 def bench_overlap(
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     seed: int = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=8, help="more makes training dearer")] = 88,
     json_file: JsonFile = None,
     show_traceback: Traceback = False,
 ) -> None:
     """Asynchronous against synchronous training on the same two cores."""
     from headrace.bench import overlap
 
-    figures = overlap.run(repeats=repeats, seed=seed, on_run=lambda text: Console(stderr=True).print(text))
+    figures = overlap.run(
+        repeats=repeats,
+        seed=seed,
+        prompt_tokens=prompt_tokens,
+        on_run=lambda text: Console(stderr=True).print(text),
+    )
     Console().print(overlap.table(figures))
     write_json(json_file, figures)
 

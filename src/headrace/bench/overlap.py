@@ -40,7 +40,8 @@ SETTLING_STEPS = 8
 """Left out of every figure: the pipeline fills."""
 GENERATION = ("prefill", "decode")
 TRAINING = ("forward-backward", "optimizer", "publishing")
-PROMPT_TOKENS = 64
+PROMPT_TOKENS = 88
+"""The engine computes a prompt once for a group, the trainer for each sample: this sets their balance."""
 MEDIAN_TOKENS, SIGMA, MAX_TOKENS = 24, 0.8, 160
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 >"
 FILLER = "what the engine computes once for a group the trainer computes for each sample " * 4
@@ -83,7 +84,11 @@ class StepTimes:
 
 
 def run(
-    *, repeats: int = 3, seed: int = 0, on_run: Callable[[str], None] = lambda text: None
+    *,
+    repeats: int = 3,
+    seed: int = 0,
+    prompt_tokens: int = PROMPT_TOKENS,
+    on_run: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Figures by lag: every repeat and the medians."""
     figures: dict[int, list[dict[str, float]]] = {lag: [] for lag in LAGS}
@@ -91,7 +96,7 @@ def run(
         num_parameters = _make_model(Path(made) / "model", seed)
         for repeat in range(repeats):
             for lag in LAGS:
-                figure = _one(Path(made), lag, repeat, seed)
+                figure = _one(Path(made), lag, repeat, seed, prompt_tokens)
                 figures[lag].append(figure)
                 rate, idle = figure["tokens_per_s"], figure["trainer_idle"]
                 on_run(f"repeat {repeat + 1}, max_lag {lag}: {rate:,.0f} tokens/s, trainer idle {idle:.1%}")
@@ -172,16 +177,16 @@ def _settings(model: Path, lag: int, seed: int) -> Settings:
     )
 
 
-def _one(root: Path, lag: int, repeat: int, seed: int) -> dict[str, float]:
+def _one(root: Path, lag: int, repeat: int, seed: int, prompt_tokens: int) -> dict[str, float]:
     settings = _settings(root / "model", lag, seed)
     with asyncio.Runner(loop_factory=ControllerLoop) as runner:
-        times = runner.run(_train(settings, root / f"run-{repeat}-{lag}"))
+        times = runner.run(_train(settings, root / f"run-{repeat}-{lag}", prompt_tokens))
     return _steady(times.steps)
 
 
-async def _train(settings: Settings, run_dir: Path) -> StepTimes:
+async def _train(settings: Settings, run_dir: Path, prompt_tokens: int) -> StepTimes:
     renderer = Renderer.from_directory(build.model_directory(settings))
-    rows = [{"prompt": f"{i:04d} {FILLER[: PROMPT_TOKENS - 6]}>"} for i in range(512)]
+    rows = [{"prompt": f"{i:04d} {FILLER[: prompt_tokens - 6]}>"} for i in range(512)]
     times = StepTimes()
     cluster = await build.cluster(settings, [], run_dir=run_dir, fresh=True)
     try:
