@@ -198,14 +198,14 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
     """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update."""
     quieten()
     from headrace.engines.driver import EngineDriver
-    from headrace.engines.torch_engine import TorchEngine
+    from headrace.engines.make import torch_engine
     from headrace.models.loading import load_model
 
     ledger = TimeLedger(ENGINE_ACTIVITIES)
     settings = from_dict(told["settings"], training=False)
     model = load_model(told["model"], dtype=settings.model.dtype, device=device(settings.model.device))
     e = settings.engine
-    core = TorchEngine(
+    core = torch_engine(
         model,
         ledger=ledger,
         version=told["version"],

@@ -10,7 +10,7 @@ from headrace import api, build, demo
 from headrace.algos.advantages import ADVANTAGES
 from headrace.config import from_dict
 from headrace.data.samples import build_samples
-from headrace.engines.torch_engine import TorchEngine
+from headrace.engines.make import torch_engine
 from headrace.models.loading import load_model
 from headrace.models.tensors import to_blobs
 from headrace.runtime.rollout import turn_seed
@@ -39,7 +39,7 @@ def plain_loop(settings) -> dict[str, torch.Tensor]:
     told = {"settings": settings.model_dump(mode="json", exclude_none=True), "model": str(directory)}
     trainer = build.trainer_role({**told, "segments": f"{directory}/none", "fresh": True, "threaded": False})
     core = trainer._core
-    engine = TorchEngine(
+    engine = torch_engine(
         load_model(directory),
         ledger=TimeLedger(ENGINE_ACTIVITIES),
         version=-1,

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig, PreTrainedModel
 
+from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
@@ -82,7 +83,7 @@ def _compare(
     rng = np.random.default_rng(seed)
     prompts = rng.integers(0, VOCAB, (len(lengths), prompt_tokens))
     plain = load_model(directory)
-    engine = TorchEngine(
+    engine = torch_engine(
         load_model(directory),
         ledger=TimeLedger(ENGINE_ACTIVITIES),
         max_running=batch,

@@ -107,32 +107,33 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _decoding(self) -> np.ndarray:
-        """Slots with one token left to compute, oldest first."""
+        """Slots with one token left to compute and another to draw, oldest first."""
+        table, slots = self.table, self._slots
         self._filling = [
             sequence
             for sequence in self._filling
-            if sequence.slot >= 0
-            and self.table.length[sequence.slot] - self.table.computed[sequence.slot] > 1
+            if sequence.slot >= 0 and table.length[sequence.slot] - table.computed[sequence.slot] > 1
         ]
-        if not self._filling:
-            return self._slots
-        return self._slots[self.table.length[self._slots] - self.table.computed[self._slots] == 1]
+        # At its limit is a sequence whose last token is being computed.
+        goes_on = table.length[slots] < table.limit[slots]
+        if self._filling:
+            goes_on &= table.length[slots] - table.computed[slots] == 1
+        return slots if goes_on.all() else slots[goes_on]
 
     def _cover_decoding(self, decode: np.ndarray, version: int) -> None:
-        """Give each decoding sequence a block for its token, and let others find the block it fills."""
+        """Give each decoding sequence a block for its token, and let others find the one it has filled."""
         if not len(decode):
             return
-        size = self.table.block_size
-        row = self.table.computed[decode] & (size - 1)
-        if row.min() == 0:
-            for sequence in [self.by_slot[slot] for slot in decode[row == 0].tolist()]:
-                if sequence.slot >= 0:  # An older one may have taken its place just now.
-                    self._cover(sequence, int(self.table.computed[sequence.slot]) + 1, version)
-        if row.max() == size - 1:
-            for slot in decode[row == size - 1].tolist():
-                if slot in self.by_slot:
-                    at = int(self.table.computed[slot])
-                    self._publish(self.by_slot[slot], at, at + 1, version)
+        row = self.table.computed[decode] & (self.table.block_size - 1)
+        if row.min() > 0:
+            return
+        for sequence in [self.by_slot[slot] for slot in decode[row == 0].tolist()]:
+            if sequence.slot < 0:  # An older one has taken its place just now.
+                continue
+            at = int(self.table.computed[sequence.slot])
+            # All tokens of the block before this row are booked, even with a pass on its way.
+            self._publish(sequence, at - 1, at, version)
+            self._cover(sequence, at + 1, version)
 
     def _add_chunk(self, sequence: Sequence, budget: int, version: int, chunks: list[Chunk]) -> int:
         """Schedule the next rows of a prompt; returns how many."""

@@ -2,8 +2,9 @@
 
 A ``Sequence`` waits with its tokens in small arrays of its own. While it runs it occupies a row of the
 ``SlotTable``, whose parallel arrays let one decode step book 64 tokens with a handful of numpy calls.
-Invariant: rows [0, computed) of a slot have keys and values in its blocks, computed < length, and the
-tokens [num_prompt, length) were sampled.
+Invariant: rows [0, computed) of a slot have keys and values in its blocks or get them from a launched pass,
+computed < length, and the tokens [num_prompt, length) were sampled; those of [booked, length) are still
+being computed and not here yet.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class SlotTable:
     def __init__(self, num_slots: int, block_size: int) -> None:
         self.block_size = block_size
         self.length = np.zeros(num_slots, dtype=np.int64)
+        self.booked = np.zeros(num_slots, dtype=np.int64)
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.num_prompt = np.zeros(num_slots, dtype=np.int64)
         self.limit = np.zeros(num_slots, dtype=np.int64)
@@ -115,7 +117,8 @@ class SlotTable:
         self.num_changes += 1
         self.num_special += _is_special(sequence)
         self.tenant[slot] = self.num_changes
-        self.length[slot], self.computed[slot] = length, 0
+        self.length[slot] = self.booked[slot] = length
+        self.computed[slot] = 0
         self.num_prompt[slot], self.limit[slot], self.reported[slot] = start, sequence.limit, length
         self.temperature[slot], self.top_k[slot] = sampling.temperature, sampling.top_k
         self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
@@ -130,7 +133,7 @@ class SlotTable:
     def lift(self, sequence: Sequence) -> None:
         """Take the sequence out of its slot; its own arrays are up to date afterwards."""
         slot, start = sequence.slot, sequence.num_prompt
-        length = int(self.length[slot])
+        length = int(self.booked[slot])
         if self.computed[slot] >= length - 1:
             sequence.kv_runs = _runs(self.row_versions[slot, : length - 1])
         sequence.token_ids = self.token_ids[slot, :length].copy()
@@ -145,7 +148,7 @@ class SlotTable:
     def completion(self, sequence: Sequence) -> Completion:
         """A snapshot of a running sequence, finish reason ``abort``."""
         slot, start = sequence.slot, sequence.num_prompt
-        length = int(self.length[slot])
+        length = int(self.booked[slot])
         whole = self.computed[slot] >= length - 1
         return Completion(
             token_ids=self.token_ids[slot, start:length].copy(),
@@ -156,19 +159,13 @@ class SlotTable:
             sampling_mask=_ragged(sequence.kept) if sequence.request.sampling.truncates else None,
         )
 
-    def append(
-        self,
-        slots: np.ndarray,
-        lengths: np.ndarray,
-        token_ids: np.ndarray,
-        logprobs: np.ndarray,
-        version: int,
-    ) -> None:
-        """Book one sampled token for each of these slots, whose lengths so far are given."""
-        self.token_ids[slots, lengths] = token_ids
-        self.logprobs[slots, lengths] = logprobs
-        self.versions[slots, lengths] = version
-        self.length[slots] = lengths + 1
+    def book(self, slots: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """Write down the next sampled token of each of these slots."""
+        at = self.booked[slots]
+        self.token_ids[slots, at] = token_ids
+        self.logprobs[slots, at] = logprobs
+        self.versions[slots, at] = version
+        self.booked[slots] = at + 1
 
     def _widen(self, limit: int, num_stops: int) -> None:
         if num_stops > self.stop_ids.shape[1]:

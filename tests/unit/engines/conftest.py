@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
@@ -25,7 +26,7 @@ def tiny_checkpoint(tmp_path_factory):
 @pytest.fixture
 def make_engine(tiny_checkpoint) -> Callable[..., TorchEngine]:
     def build(**settings):
-        return TorchEngine(load_model(tiny_checkpoint), ledger=TimeLedger(ENGINE_ACTIVITIES), **settings)
+        return torch_engine(load_model(tiny_checkpoint), ledger=TimeLedger(ENGINE_ACTIVITIES), **settings)
 
     return build
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.engines.driver import EngineDriver
+from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
 from headrace.errors import RoleError, TaskError, WeightSyncError
 from headrace.models.loading import load_model, make_tiny_model
@@ -51,7 +52,7 @@ def new_blobs(tmp_path_factory):
 @pytest.fixture
 def driver(tiny_checkpoint, new_blobs):
     ledger = TimeLedger(ENGINE_ACTIVITIES)
-    core = TorchEngine(load_model(tiny_checkpoint), ledger=ledger)
+    core = torch_engine(load_model(tiny_checkpoint), ledger=ledger)
     receiver = MemoryReceiver()
     receiver.bundles = {1: new_blobs, 2: new_blobs[:-1]}
     return EngineDriver(core, receiver, ledger=ledger, progress_tokens=8)
@@ -240,7 +241,7 @@ def test_seconds_add_up_to_the_age(tiny_checkpoint, make_request):
     ticks = iter(range(10**6))
     ledger = TimeLedger(ENGINE_ACTIVITIES, clock=lambda: float(next(ticks)))
     driver = EngineDriver(
-        TorchEngine(load_model(tiny_checkpoint), ledger=ledger), MemoryReceiver(), ledger=ledger
+        torch_engine(load_model(tiny_checkpoint), ledger=ledger), MemoryReceiver(), ledger=ledger
     )
 
     async def main():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.engines.torch_engine import TorchEngine
+from headrace.engines.make import torch_engine
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 from headrace.types import Request, Sampling
@@ -49,7 +49,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 def test_sampled_logprobs_agree_with_eager(checkpoint):
-    engine = TorchEngine(
+    engine = torch_engine(
         load_model(checkpoint), ledger=TimeLedger(ENGINE_ACTIVITIES), block_size=8, prefill_tokens=19
     )
     rng = np.random.default_rng(0)
@@ -75,7 +75,7 @@ def test_sampled_logprobs_agree_with_eager(checkpoint):
 
 
 def test_score_agrees_with_eager(checkpoint):
-    engine = TorchEngine(
+    engine = torch_engine(
         load_model(checkpoint), ledger=TimeLedger(ENGINE_ACTIVITIES), block_size=8, prefill_tokens=19
     )
     rng = np.random.default_rng(1)

@@ -49,7 +49,7 @@ def test_bits_do_not_depend_on_company(make_engine, run_engine, crowd, same_bits
 
 
 def test_grouped_query_and_softcap_models_are_invariant_too(tmp_path, run_engine, crowd, same_bits):
-    from headrace.engines.torch_engine import TorchEngine
+    from headrace.engines.make import torch_engine
     from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 
     make_tiny_model(
@@ -61,7 +61,7 @@ def test_grouped_query_and_softcap_models_are_invariant_too(tmp_path, run_engine
         init_std=0.12,
         tie_embeddings=False,
     )
-    engines = [TorchEngine(load_model(tmp_path), ledger=TimeLedger(ENGINE_ACTIVITIES)) for _ in range(2)]
+    engines = [torch_engine(load_model(tmp_path), ledger=TimeLedger(ENGINE_ACTIVITIES)) for _ in range(2)]
     together = run_engine(engines[0], *crowd)
     alone = {}
     for request in crowd:
@@ -73,7 +73,7 @@ def test_rows_too_long_for_a_dense_copy_give_the_same_bits(
     make_engine, run_engine, crowd, same_bits, monkeypatch
 ):
     dense = run_engine(make_engine(), *crowd)
-    monkeypatch.setattr("headrace.engines.torch_engine._RESIDENT_BYTES", 4 * 64 * 1024 * 48)
+    monkeypatch.setattr("headrace.engines.plain_executor._RESIDENT_BYTES", 4 * 64 * 1024 * 48)
     part = run_engine(make_engine(), *crowd)
     assert all(same_bits(dense[r.id], part[r.id]) for r in crowd)
 
@@ -270,12 +270,12 @@ def test_progress_reports_each_so_many_tokens(make_engine, make_request):
 
 
 def test_time_is_split_between_prefill_and_decode(tiny_checkpoint, make_request):
-    from headrace.engines.torch_engine import TorchEngine
+    from headrace.engines.make import torch_engine
     from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 
     ticks = iter(range(100000))
     ledger = TimeLedger(ENGINE_ACTIVITIES, clock=lambda: float(next(ticks)))
-    engine = TorchEngine(load_model(tiny_checkpoint), ledger=ledger)
+    engine = torch_engine(load_model(tiny_checkpoint), ledger=ledger)
     engine.submit(make_request("a", prompt=40, max_tokens=5))
     engine.step()
     assert ledger.seconds()["prefill"] > 0 and ledger.seconds()["decode"] == 0

@@ -1,0 +1,55 @@
+"""The seam between deciding what a pass computes and computing it.
+
+The engine hands an ``Executor`` one pass of work at a time and gets back a ``Flight``: the slots that draw
+a token in it, and a wait for what was drawn. There is one scheduler, one table of slots and one meaning of a
+draw; executors differ in where and when they compute. A pipelined one returns before the pass is done,
+and the engine launches the next pass before it asks for the drawn tokens of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from headrace.engines.sampler import Drawn
+from headrace.engines.scheduler import Work
+from headrace.engines.sequences import SlotTable
+from headrace.types import TensorBlob
+
+
+class Flight(Protocol):
+    """One launched pass."""
+
+    slots: np.ndarray
+    """int64 [R], the slots that draw a token, in the order of the draws."""
+
+    def wait(self) -> Drawn:
+        """What was drawn, once it is on the host. Asked for once, in the order of launches."""
+        ...
+
+
+class Executor(Protocol):
+    """Computes passes over one model on one device, in the order they are launched."""
+
+    table: SlotTable
+    num_blocks: int
+    """Blocks of the key-value memory, the scratch block included."""
+    limit_tokens: int
+    """Tokens a sequence may have."""
+    pipelined: bool
+    """Whether ``launch`` returns before the pass is done."""
+
+    def launch(self, work: Work) -> Flight:
+        """Compute the work's rows under the present weights. The table is read before this returns, not
+        later; a decoding row's token is the one drawn last for its slot, booked or not."""
+        ...
+
+    def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float) -> np.ndarray:
+        """float32 [T] logprobs of the tokens, entry 0 is 0; ``blocks`` hold their keys and values."""
+        ...
+
+    def load(self, blobs: Iterable[TensorBlob]) -> None:
+        """Replace the weights between two passes, whole or not at all (then raises WeightSyncError)."""
+        ...
