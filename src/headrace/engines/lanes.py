@@ -38,13 +38,13 @@ class Lanes:
         self._lanes: dict[int, LaneRows] = {}
         self._occupied: list[LaneRows] = []
         self._num_changes = -1
-        self._num_rows = 0
+        self._slots = np.zeros(0, dtype=np.int64)
 
-    def settled(self, num_changes: int, num_slots: int) -> list[LaneRows] | None:
-        """The lanes as they are, if these many slots are in them, no slot was taken or left since
+    def settled(self, num_changes: int, slots: np.ndarray) -> list[LaneRows] | None:
+        """The lanes as they are, if these slots are in them, none was taken or left since
         (``num_changes``), and every row still has room; None: call ``arrange``."""
         lanes = self._occupied
-        if num_changes != self._num_changes or num_slots != self._num_rows:
+        if num_changes != self._num_changes or not np.array_equal(slots, self._slots):
             return None
         for rows in lanes:
             rows.moves = rows.loads = None
@@ -68,7 +68,7 @@ class Lanes:
         for rows in self._occupied:
             longest = int(positions[lengths == rows.lane.kv_length].max())
             rows.room = rows.lane.kv_length - 1 - longest
-        self._num_changes, self._num_rows = num_changes, len(slots)
+        self._num_changes, self._slots = num_changes, slots
         return self._occupied
 
     def _rearrange(

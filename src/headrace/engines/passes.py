@@ -113,14 +113,17 @@ class Rows:
             for a, b in _spans(lengths):
                 piece = Piece(chunk.token_ids[a:b], chunk.start + a, chunk.table)
                 alike.setdefault((int(lengths[a]), b - a), []).append((i, piece))
+        stops = [chunk.start + len(chunk.token_ids) for chunk in chunks]
         ends = [0] * len(chunks)
         for (kv_length, run), members in alike.items():
             most = max(1, _COLLECTED_TOKENS // kv_length)
             for first in range(0, len(members), most):
                 part = members[first : first + most]
                 self._add_pieces([piece for _, piece in part], kv_length)
-                for n, (i, _) in enumerate(part, start=1):
-                    ends[i] = self.num_rows - (len(part) - n) * run - 1
+                for n, (i, piece) in enumerate(part, start=1):
+                    # The pieces of a chunk come in any order; its last row is in the one that ends it.
+                    if piece.start + run == stops[i]:
+                        ends[i] = self.num_rows - (len(part) - n) * run - 1
         return ends
 
     def _add_pieces(self, pieces: list[Piece], kv_length: int) -> None:

@@ -115,7 +115,7 @@ class PlainExecutor:
     def _add_decoding(self, rows: Rows, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Add the decoding slots; returns them in another order, and the row of each."""
         table = self.table
-        lanes, rest = self._lanes.settled(table.num_changes, len(slots)), slots[:0]
+        lanes, rest = self._lanes.settled(table.num_changes, slots), slots[:0]
         if lanes is None:
             at = table.computed[slots]
             lengths = self._pass.lane_lengths[at + 1]

@@ -285,3 +285,18 @@ def test_time_is_split_between_prefill_and_decode(tiny_checkpoint, make_request)
     after = ledger.seconds()
     assert after["prefill"] - before["prefill"] == pytest.approx(0.75)
     assert after["decode"] - before["decode"] == pytest.approx(0.25)
+
+
+def test_a_prompt_whose_last_rows_join_an_earlier_group_samples_from_its_own_last_row(
+    make_engine, run_engine, make_request, same_bits
+):
+    """Two chunks in one pass: the first, found in the cache up to row 32, opens the group of padded length
+    48; the second fills it with its last rows and opens the group of its first rows afterwards."""
+    known = make_request("known", prompt=33, max_tokens=1)
+    longer = make_request("longer", prompt=np.append(known.prompt_ids, np.arange(31)), max_tokens=4)
+    other = make_request("other", prompt=48, max_tokens=4)
+    alone = run_engine(make_engine(), other)["other"]
+    engine = make_engine()
+    run_engine(engine, known)
+    assert same_bits(run_engine(engine, longer, other)["other"], alone)
+    assert engine.counters()["cache_hit_tokens"] == 32
