@@ -46,11 +46,9 @@ class ModelFacts:
 def check_model(model: PreTrainedModel, *, block_size: int) -> ModelFacts:
     """Switch the model to paged attention, or raise ModelError and say what stands in the way."""
     config, name = model.config.get_text_config(), type(model).__name__
-    _check_layer_kinds(config, name)
-    token_ids = _probe_tokens(config)
-    model.set_attn_implementation("eager")
-    with torch.inference_mode():
-        expected = model(input_ids=token_ids.to(model.device).unsqueeze(0), use_cache=False).logits[0].float()
+    check_layer_kinds(config, name)
+    token_ids = probe_tokens(config)
+    expected = plain_logits(model, token_ids)
     register()
     model.set_attn_implementation(PAGED)
     if model.config._attn_implementation != PAGED:
@@ -63,18 +61,30 @@ def check_model(model: PreTrainedModel, *, block_size: int) -> ModelFacts:
             f"{name} mixes tokens outside the attention interface (layers {wrong[:4]}); choose a model whose "
             "every layer is softmax attention."
         )
-    error = float((got.log_softmax(-1) - expected.log_softmax(-1)).abs().max())
-    if not error <= _TOLERANCE.get(model.dtype, 0.25):
-        raise ModelError(
-            f"{name} computed with paged attention differs from a plain forward by {error:.2g} in a "
-            "log-probability, so it uses something the engine lacks; choose another model."
-        )
+    check_agreement(model, got, expected)
     bare_head = torch.equal(got, _paged_logits(model, token_ids, block_size, bare_head=True)[0])
     if model.device.type != "cpu" or model.dtype != torch.float32:
         return ModelFacts(min_rows=_ROW_CHOICES[0], trims=True, bare_head=bare_head)
     kinds = {call._replace(layer=0) for call in calls}
     trims = all(_length_is_free(kind) for kind in kinds)
     return ModelFacts(min_rows=_stable_rows(model), trims=trims, bare_head=bare_head)
+
+
+def plain_logits(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
+    """float32 [T, V] of the model as it is, with eager attention; the model keeps that attention."""
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        return model(input_ids=token_ids.to(model.device).unsqueeze(0), use_cache=False).logits[0].float()
+
+
+def check_agreement(model: PreTrainedModel, got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise ModelError unless both logits [T, V] give the same log-probabilities."""
+    error = float((got.log_softmax(-1) - expected.log_softmax(-1)).abs().max())
+    if not error <= _TOLERANCE.get(model.dtype, 0.25):
+        raise ModelError(
+            f"{type(model).__name__} computed with paged attention differs from a plain forward by {error:.2g} in "
+            "a log-probability, so it uses something the engine lacks; choose another model."
+        )
 
 
 def context_tokens(config: PretrainedConfig) -> int:
@@ -121,7 +131,7 @@ def _stable_rows_for(num_in: int, num_out: int) -> int:
     return _ROW_CHOICES[-1]
 
 
-def _check_layer_kinds(config: PretrainedConfig, name: str) -> None:
+def check_layer_kinds(config: PretrainedConfig, name: str) -> None:
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds - _KNOWN_LAYERS:
         raise ModelError(
@@ -132,7 +142,7 @@ def _check_layer_kinds(config: PretrainedConfig, name: str) -> None:
         raise ModelError(f"{name} uses ALiBi position biases, which the engine lacks; choose another model.")
 
 
-def _probe_tokens(config: PretrainedConfig) -> torch.Tensor:
+def probe_tokens(config: PretrainedConfig) -> torch.Tensor:
     """Random tokens, more than the sliding window holds where that is short enough to try."""
     window = getattr(config, "sliding_window", None) or 0
     length = window + 24 if window + 24 <= _LONGEST_PROBE else 56

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from transformers import PreTrainedModel
 
 from headrace.engines.executor import Executor
 from headrace.engines.torch_engine import TorchEngine
 from headrace.timekeeping import TimeLedger
+
+_USUAL_RUNNING = {"cpu": 64, "cuda": 512}
+_USUAL_PREFILL = {"cpu": 512, "cuda": 8192}
 
 
 def torch_engine(
@@ -14,35 +19,41 @@ def torch_engine(
     *,
     ledger: TimeLedger,
     version: int = 0,
-    max_running: int = 64,
+    max_running: int | None = None,
     block_size: int = 16,
     kv_tokens: int | None = None,
-    prefill_tokens: int = 512,
+    prefill_tokens: int | None = None,
     recompute_kv: bool = False,
+    compiled: bool = True,
+    memory_share: float = 0.9,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> TorchEngine:
-    """``kv_tokens``: rows of key-value memory; None derives them from the model and the memory there is."""
+    """``kv_tokens``, ``max_running``, ``prefill_tokens``: None derives them from the model and the device.
+    ``compiled`` and ``memory_share`` (of the memory free now) matter on a GPU only."""
     assert block_size & (block_size - 1) == 0, "block_size must be a power of two"
-    executor = _executor(
-        model,
-        max_running=max_running,
-        block_size=block_size,
-        kv_tokens=kv_tokens,
-        prefill_tokens=prefill_tokens,
-    )
+    kind = model.device.type
+    prefill_tokens = prefill_tokens or _USUAL_PREFILL.get(kind, _USUAL_PREFILL["cpu"])
+    sizes = {
+        "max_running": max_running or _USUAL_RUNNING.get(kind, _USUAL_RUNNING["cpu"]),
+        "block_size": block_size,
+        "prefill_tokens": prefill_tokens,
+    }
+    executor: Executor
+    if kind == "cuda":
+        from headrace.engines.device_executor import DeviceExecutor
+
+        executor = DeviceExecutor(
+            model,
+            **sizes,
+            kv_tokens=kv_tokens,
+            compiled=compiled,
+            memory_share=memory_share,
+            progress=progress,
+        )
+    else:
+        from headrace.engines.plain_executor import PlainExecutor
+
+        executor = PlainExecutor(model, **sizes, kv_tokens=kv_tokens)
     return TorchEngine(
         executor, ledger=ledger, version=version, prefill_tokens=prefill_tokens, recompute_kv=recompute_kv
-    )
-
-
-def _executor(
-    model: PreTrainedModel, *, max_running: int, block_size: int, kv_tokens: int | None, prefill_tokens: int
-) -> Executor:
-    from headrace.engines.plain_executor import PlainExecutor
-
-    return PlainExecutor(
-        model,
-        max_running=max_running,
-        block_size=block_size,
-        kv_tokens=kv_tokens,
-        prefill_tokens=prefill_tokens,
     )

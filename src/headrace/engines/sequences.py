@@ -89,6 +89,7 @@ class SlotTable:
         self.top_k = np.zeros(num_slots, dtype=np.int64)
         self.top_p = np.ones(num_slots, dtype=np.float32)
         self.min_p = np.zeros(num_slots, dtype=np.float32)
+        self.truncates = np.zeros(num_slots, dtype=bool)
         self.seed_key = np.zeros(num_slots, dtype=np.uint64)
         self.stop_ids = np.full((num_slots, 1), _NO_TOKEN, dtype=np.int64)
         self.token_ids = np.zeros((num_slots, 0), dtype=np.int32)
@@ -122,6 +123,7 @@ class SlotTable:
         self.num_prompt[slot], self.limit[slot], self.reported[slot] = start, sequence.limit, length
         self.temperature[slot], self.top_k[slot] = sampling.temperature, sampling.top_k
         self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
+        self.truncates[slot] = sampling.truncates
         self.seed_key[slot] = seed_key(sequence.request.seed)
         self.stop_ids[slot] = _NO_TOKEN
         self.stop_ids[slot, : len(sampling.stop_ids)] = sampling.stop_ids

@@ -1,0 +1,145 @@
+"""Rollouts on one GPU: groups of samples with long-tailed lengths, and how far from the memory's limit they run.
+
+In: a model shape, a workload and a number of repeats. Out: seconds (median, after a warm-up) and output tokens
+per second, beside the seconds that reading the weights once a decode step and every visible key and value
+once would take at the bandwidth measured in the same run. Stop tokens are off: each request has its length.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.bench.shapes import create_random_model
+from headrace.engines.make import torch_engine
+from headrace.engines.torch_engine import TorchEngine
+from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
+from headrace.types import Request, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    num_prompts: int = 64
+    group_size: int = 8
+    prompt_tokens: int = 256
+    mean_tokens: float = 483.0
+    cap_tokens: int = 2048
+    seed: int = 0
+
+    def prompts(self, vocab_size: int) -> np.ndarray:
+        """int32 [prompts, tokens]."""
+        rng = np.random.default_rng(self.seed)
+        return rng.integers(0, vocab_size, (self.num_prompts, self.prompt_tokens)).astype(np.int32)
+
+    def lengths(self) -> np.ndarray:
+        """int64 [prompts * group], log-normal, cut at the cap, with the wanted mean."""
+        draws = np.random.default_rng(self.seed + 1).standard_normal(self.num_prompts * self.group_size)
+        low, high = 1.0, float(self.cap_tokens)
+        for _ in range(60):
+            middle = (low + high) / 2
+            mean = np.clip(np.exp(draws * 0.9) * middle, 1, self.cap_tokens).mean()
+            low, high = (middle, high) if mean < self.mean_tokens else (low, middle)
+        return np.clip(np.round(np.exp(draws * 0.9) * low), 1, self.cap_tokens).astype(np.int64)
+
+    def requests(self, vocab_size: int, seed: int) -> list[Request]:
+        prompts, lengths = self.prompts(vocab_size), self.lengths()
+        return [
+            Request(
+                id=f"{seed}-{i}",
+                prompt_ids=prompts[i // self.group_size],
+                sampling=Sampling(max_tokens=int(length)),
+                seed=seed * 100_000 + i,
+            )
+            for i, length in enumerate(lengths)
+        ]
+
+
+def run(
+    shape: str,
+    *,
+    workload: Workload | None = None,
+    repeats: int = 3,
+    compiled: bool = True,
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """All figures as plain numbers."""
+    workload = workload or Workload()
+    begun = time.perf_counter()
+    model = create_random_model(shape)
+    engine = torch_engine(
+        model, ledger=TimeLedger(ENGINE_ACTIVITIES), max_running=workload.num_prompts * workload.group_size,
+        compiled=compiled, progress=progress,
+    )  # fmt: skip
+    warm = Workload(num_prompts=2, group_size=4, mean_tokens=4, cap_tokens=8, seed=9)
+    _generate(engine, warm.requests(model.config.vocab_size, 9))
+    ready_s = time.perf_counter() - begun
+    seconds = []
+    for repeat in range(repeats + 1):
+        requests = workload.requests(model.config.vocab_size, repeat)
+        taken = _generate(engine, requests)
+        if repeat:
+            seconds.append(taken)
+        progress(f"rollouts {repeat}/{repeats}: {taken:.2f} s")
+    num_tokens = int(workload.lengths().sum())
+    bandwidth = copy_bandwidth()
+    limit_s = limit_seconds(model, workload, bandwidth)
+    median = statistics.median(seconds)
+    return {
+        "shape": shape,
+        "seconds": median,
+        "all_seconds": seconds,
+        "tokens": num_tokens,
+        "tokens_per_s": num_tokens / median,
+        "limit_s": limit_s,
+        "fraction_of_limit": limit_s / median,
+        "bandwidth_bytes_per_s": bandwidth,
+        "ready_s": ready_s,
+        "counters": engine.counters(),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+    }
+
+
+def _generate(engine: TorchEngine, requests: list[Request]) -> float:
+    wanted = sum(request.sampling.max_tokens for request in requests)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for request in requests:
+        engine.submit(request)
+    produced = 0
+    while engine.has_work:
+        produced += sum(completion.num_tokens for _, completion in engine.step())
+    taken = time.perf_counter() - start
+    assert produced == wanted, f"{produced} tokens for {wanted}"
+    return taken
+
+
+def limit_seconds(model: torch.nn.Module, workload: Workload, bandwidth: float) -> float:
+    """Weights once a decode step, and for each token the keys and values it sees, at this bandwidth."""
+    lengths = workload.lengths()
+    weights = sum(p.numel() * p.element_size() for p in {p.data_ptr(): p for p in model.parameters()}.values())
+    config: Any = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    row_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 2
+    seen = (lengths * workload.prompt_tokens + lengths * (lengths + 1) // 2).sum()
+    return float((weights * int(lengths.max()) + int(seen) * row_bytes) / bandwidth)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second read and written by a large copy on the device."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(12):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return 2 * source.numel() / statistics.median(times)

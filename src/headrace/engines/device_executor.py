@@ -1,0 +1,181 @@
+"""Passes queued on a GPU and left to run: the host works on the next while the device computes the last.
+
+In: work of the scheduler and the table of slots. Out: flights whose draws arrive later. Decoding rows are one
+replay of a CUDA graph, prompts one compiled pass beside it. Block tables and the token drawn last for each
+slot live on the device, so a pass needs nothing of the one before it from the host. All work goes to one
+stream: what is launched later sees all that was launched before, new weights included.
+
+Rows that are truncated (top-k, top-p, min-p) are drawn again by the plain sampler, which waits for the device.
+
+Shape legend: T rows of a pass, R rows that are sampled, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from headrace.engines.decode_batches import DecodeBatches
+from headrace.engines.device_passes import DrawInputs, Piece, upload
+from headrace.engines.device_setup import DeviceLimits, prepare
+from headrace.engines.plain_executor import sampler_rows
+from headrace.engines.sampler import Drawn, sample
+from headrace.engines.scheduler import Chunk, Work
+from headrace.engines.sequences import SlotTable
+from headrace.models.tensors import load_blobs
+from headrace.types import TensorBlob
+
+
+@dataclass(slots=True)
+class DeviceFlight:
+    """A launched pass; its draws are on their way to the host."""
+
+    slots: np.ndarray
+    token_ids: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list[torch.Tensor] = field(default_factory=list)
+    """int32 and float32 in pinned memory, together a row for each slot."""
+    kept: dict[int, np.ndarray] = field(default_factory=dict)
+    landed: torch.cuda.Event | None = None
+
+    def wait(self) -> Drawn:
+        if self.landed is not None:
+            self.landed.synchronize()
+        token_ids = np.concatenate([part.numpy() for part in self.token_ids])
+        logprobs = np.concatenate([part.numpy() for part in self.logprobs])
+        return Drawn(token_ids.astype(np.int64), logprobs, self.kept)
+
+
+class DeviceExecutor:
+    """The model's attention is replaced for good. With ``compiled`` False the same is computed without
+    compiling or capturing anything, for debugging and, in tests, on a CPU."""
+
+    pipelined = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_running: int,
+        block_size: int,
+        kv_tokens: int | None,
+        prefill_tokens: int,
+        compiled: bool = True,
+        memory_share: float = 0.9,
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """``memory_share``: of the GPU memory that is free now, what the engine may take."""
+        limits = DeviceLimits(
+            max_running=max_running,
+            block_size=block_size,
+            kv_tokens=kv_tokens,
+            prefill_tokens=prefill_tokens,
+            memory_share=memory_share,
+        )
+        prepared = prepare(model, limits, compiled=compiled, progress=progress)
+        self.num_blocks, self.limit_tokens = prepared.num_blocks, prepared.limit_tokens
+        self.table = SlotTable(max_running, block_size)
+        self._model = model
+        self._device = model.device
+        self._prefill_tokens = prefill_tokens
+        self._passes = prepared.passes
+        self._decoding = DecodeBatches(
+            max_running, self._passes.state, self._passes.decode, captured=compiled, progress=progress
+        )
+
+    def launch(self, work: Work) -> DeviceFlight:
+        table = self.table
+        last = [i for i, chunk in enumerate(work.chunks) if chunk.stop == table.length[chunk.sequence.slot]]
+        ending = np.array([work.chunks[i].sequence.slot for i in last], dtype=np.int64)
+        flight = DeviceFlight(np.concatenate((work.decode, ending)))
+        if len(work.decode):
+            self._bring_known_tokens(work.decode)
+            self._decoding.run(table, work.decode)
+            self._hand_over(flight, 0, work.decode, self._passes.logits[: len(work.decode)])
+        if work.chunks:
+            logits_RV = self._passes.prefill([self._piece(chunk) for chunk in work.chunks], last)
+            if last:
+                self._draw_prompts(ending, logits_RV)
+                self._hand_over(flight, 1, ending, logits_RV)
+        if self._device.type == "cuda":
+            flight.landed = torch.cuda.Event()
+            flight.landed.record()
+        return flight
+
+    def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float) -> np.ndarray:
+        logprobs = np.zeros(len(token_ids), dtype=np.float32)
+        slot, table = self._passes.state.scoring_slot, np.array(blocks)
+        for start in range(0, len(token_ids) - 1, self._prefill_tokens):
+            stop = min(start + self._prefill_tokens, len(token_ids) - 1)
+            logits_TV = self._passes.all_logits([Piece(slot, start, token_ids[start:stop], table)])
+            targets_T1 = torch.from_numpy(token_ids[start + 1 : stop + 1]).to(self._device).unsqueeze(1)
+            logits_TV = logits_TV if temperature == 1.0 else logits_TV / temperature
+            scored_T = logits_TV.gather(1, targets_T1).squeeze(1) - logits_TV.logsumexp(dim=-1)
+            logprobs[start + 1 : stop + 1] = scored_T.cpu().numpy()
+        return logprobs
+
+    def load(self, blobs: Iterable[TensorBlob]) -> None:
+        load_blobs(self._model, blobs)
+
+    def _bring_known_tokens(self, slots: np.ndarray) -> None:
+        """A row whose token is booked may never have drawn here: the last row of a prompt, for one."""
+        at = self.table.computed[slots]
+        known = slots[at < self.table.booked[slots]]
+        if len(known):
+            tokens = self.table.token_ids[known, self.table.computed[known]]
+            slots_R, tokens_R = upload((known, tokens), self._device)
+            self._passes.state.last_token.index_copy_(0, slots_R, tokens_R.int())
+
+    def _piece(self, chunk: Chunk) -> Piece:
+        slot = chunk.sequence.slot
+        tokens = self.table.token_ids[slot, chunk.start : chunk.stop]
+        return Piece(slot, chunk.start, tokens, self.table.blocks[slot])
+
+    def _draw_prompts(self, slots: np.ndarray, logits_RV: torch.Tensor) -> None:
+        table = self.table
+        positions = table.length[slots] - table.num_prompt[slots]
+        temperatures = table.temperature[slots].view(np.int32)
+        slots_R, seed_keys_R, positions_R, bits_R = upload(
+            (slots, table.seed_key[slots].view(np.int64), positions, temperatures), self._device
+        )
+        inputs = DrawInputs(seed_keys_R, positions_R, bits_R.int().view(torch.float32))
+        self._passes.draw_prompts(logits_RV, slots_R, inputs)
+
+    def _hand_over(
+        self, flight: DeviceFlight, which: int, slots: np.ndarray, logits_RV: torch.Tensor
+    ) -> None:
+        """Send the draws of one set on their way to the host."""
+        token_ids_R = self._passes.token_ids[which, : len(slots)]
+        logprobs_R = self._passes.logprobs[which, : len(slots)]
+        cut = np.flatnonzero(self.table.truncates[slots])
+        if len(cut):
+            self._draw_truncated(flight, slots, cut, logits_RV, token_ids_R, logprobs_R)
+        flight.token_ids.append(self._to_host(token_ids_R))
+        flight.logprobs.append(self._to_host(logprobs_R))
+
+    def _draw_truncated(
+        self,
+        flight: DeviceFlight,
+        slots: np.ndarray,
+        cut: np.ndarray,
+        logits_RV: torch.Tensor,
+        token_ids_R: torch.Tensor,
+        logprobs_R: torch.Tensor,
+    ) -> None:
+        """Draw these rows of a set again, from what truncation leaves."""
+        before = sum(len(part) for part in flight.token_ids)
+        rows = torch.from_numpy(cut).to(self._device)
+        drawn = sample(logits_RV[rows], sampler_rows(self.table, slots[cut]))
+        token_ids_R[rows] = torch.from_numpy(drawn.token_ids).to(token_ids_R)
+        logprobs_R[rows] = torch.from_numpy(drawn.logprobs).to(logprobs_R)
+        self._passes.state.last_token[torch.from_numpy(slots[cut]).to(self._device)] = token_ids_R[rows]
+        flight.kept.update({before + int(cut[row]): kept for row, kept in drawn.kept.items()})
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._device.type != "cuda":
+            return tensor.clone()
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return pinned.copy_(tensor, non_blocking=True)

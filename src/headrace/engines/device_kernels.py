@@ -1,0 +1,222 @@
+"""The operations a device pass is made of, in two forms: Triton for a GPU, plain torch to check against.
+
+Both compute the same functions on the same memory. The torch form is slow, runs anywhere, and defines what
+the kernels must return; with it the whole device path runs in tests without a GPU.
+
+Shape legend: T rows of a pass, B decoding rows, N pieces, R sampled rows, V vocabulary, H query heads, K
+key-value heads, D key head dim, E value head dim, S rows of a block, W width of a key-value row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from headrace.engines.noise import exponential, row_keys
+from headrace.models.device_attention import LayerOptions
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows with one query each."""
+
+    tables: torch.Tensor
+    """int32 [slots, blocks], of all slots."""
+    slots: torch.Tensor
+    """int64 [B], the table of each row."""
+    lengths: torch.Tensor
+    """int32 [B], key-value rows each row sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRows:
+    """Consecutive rows of several sequences, as int32 [N] each."""
+
+    tables: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    """Where in the pass each piece begins."""
+    max_count: int
+
+
+class Kernels(Protocol):
+    def write(
+        self,
+        pool_BSW: torch.Tensor,
+        places_T: torch.Tensor,
+        key_TKD: torch.Tensor,
+        value_TKE: torch.Tensor,
+    ) -> None:
+        """Keys and values to their places (block * S + row)."""
+        ...
+
+    def decode(
+        self, query_BHD: torch.Tensor, pool_BSW: torch.Tensor, rows: DecodeRows, options: LayerOptions,
+        value_dim: int,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+    def prefill(
+        self, query_THD: torch.Tensor, pool_BSW: torch.Tensor, rows: PieceRows, options: LayerOptions,
+        value_dim: int,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+    def sample(
+        self,
+        logits_RV: torch.Tensor,
+        seed_keys_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        temperatures_R: torch.Tensor,
+        token_ids_R: torch.Tensor,
+        logprobs_R: torch.Tensor,
+    ) -> None:
+        """Draw one token a row into int32 ``token_ids_R`` and its float32 log-probability."""
+        ...
+
+
+class TritonKernels:
+    """For CUDA. Scratch memory is made for the largest pass and used by all."""
+
+    def __init__(
+        self, *, max_rows: int, num_heads: int, value_dim: int, max_length: int, device: torch.device
+    ) -> None:
+        from headrace.kernels import paged_attention, sampling
+
+        self._attention: Any = paged_attention
+        self._sampling: Any = sampling
+        self._decoding = paged_attention.decode_workspace(max_rows, num_heads, value_dim, max_length, device)
+        self._drawing = sampling.sample_workspace(max_rows, device)
+
+    def write(
+        self,
+        pool_BSW: torch.Tensor,
+        places_T: torch.Tensor,
+        key_TKD: torch.Tensor,
+        value_TKE: torch.Tensor,
+    ) -> None:
+        self._attention.write_rows(pool_BSW, places_T, key_TKD, value_TKE)
+
+    def decode(
+        self, query_BHD: torch.Tensor, pool_BSW: torch.Tensor, rows: DecodeRows, options: LayerOptions,
+        value_dim: int,
+    ) -> torch.Tensor:  # fmt: skip
+        out_BHE = query_BHD.new_empty((*query_BHD.shape[:2], value_dim))
+        self._attention.decode_attention(
+            query_BHD, pool_BSW, rows.tables, rows.slots, rows.lengths, value_dim=value_dim,
+            scale=options.scale, window=options.window, softcap=options.softcap, out_BHE=out_BHE,
+            workspace=self._decoding,
+        )  # fmt: skip
+        return out_BHE
+
+    def prefill(
+        self, query_THD: torch.Tensor, pool_BSW: torch.Tensor, rows: PieceRows, options: LayerOptions,
+        value_dim: int,
+    ) -> torch.Tensor:  # fmt: skip
+        out_THE = query_THD.new_empty((*query_THD.shape[:2], value_dim))
+        self._attention.prefill_attention(
+            query_THD, pool_BSW, rows.tables, row_of_piece=rows.slots, starts=rows.starts, counts=rows.counts,
+            offsets=rows.offsets, max_count=rows.max_count, value_dim=value_dim, scale=options.scale,
+            window=options.window, softcap=options.softcap, out_THE=out_THE,
+        )  # fmt: skip
+        return out_THE
+
+    def sample(
+        self,
+        logits_RV: torch.Tensor,
+        seed_keys_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        temperatures_R: torch.Tensor,
+        token_ids_R: torch.Tensor,
+        logprobs_R: torch.Tensor,
+    ) -> None:
+        self._sampling.sample_rows(
+            logits_RV, seed_keys_R, positions_R, temperatures_R, token_ids_out_R=token_ids_R,
+            logprobs_out_R=logprobs_R, workspace=self._drawing,
+        )  # fmt: skip
+
+
+class TorchKernels:
+    """The same functions row by row."""
+
+    def write(
+        self,
+        pool_BSW: torch.Tensor,
+        places_T: torch.Tensor,
+        key_TKD: torch.Tensor,
+        value_TKE: torch.Tensor,
+    ) -> None:
+        rows_TW = torch.cat((key_TKD.flatten(1), value_TKE.flatten(1)), dim=1)
+        pool_BSW.view(-1, pool_BSW.shape[2]).index_copy_(0, places_T, rows_TW.to(pool_BSW.dtype))
+
+    def decode(
+        self, query_BHD: torch.Tensor, pool_BSW: torch.Tensor, rows: DecodeRows, options: LayerOptions,
+        value_dim: int,
+    ) -> torch.Tensor:  # fmt: skip
+        out = []
+        for query_HD, slot, length in zip(query_BHD, rows.slots.tolist(), rows.lengths.tolist(), strict=True):
+            kv_LW = _collected(pool_BSW, rows.tables[slot], length)
+            out.append(_attend(query_HD[None], kv_LW, length - 1, options, value_dim))
+        return torch.cat(out)
+
+    def prefill(
+        self, query_THD: torch.Tensor, pool_BSW: torch.Tensor, rows: PieceRows, options: LayerOptions,
+        value_dim: int,
+    ) -> torch.Tensor:  # fmt: skip
+        out_THE = query_THD.new_zeros((*query_THD.shape[:2], value_dim))
+        pieces = (rows.slots, rows.starts, rows.counts, rows.offsets)
+        for slot, start, count, offset in zip(*(x.tolist() for x in pieces), strict=True):
+            kv_LW = _collected(pool_BSW, rows.tables[slot], start + count)
+            span = slice(offset, offset + count)
+            out_THE[span] = _attend(query_THD[span], kv_LW, start, options, value_dim)
+        return out_THE
+
+    def sample(
+        self,
+        logits_RV: torch.Tensor,
+        seed_keys_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        temperatures_R: torch.Tensor,
+        token_ids_R: torch.Tensor,
+        logprobs_R: torch.Tensor,
+    ) -> None:
+        keys = row_keys(seed_keys_R.cpu().numpy().view("uint64"), positions_R.cpu().numpy())
+        greedy_R = temperatures_R <= 0.0
+        scaled_RV = logits_RV.float() / torch.where(greedy_R, 1.0, temperatures_R).unsqueeze(1)
+        noise_RV = exponential(keys, logits_RV.shape[1], logits_RV.device)
+        noise_RV[greedy_R] = 1.0
+        lp_RV = torch.log_softmax(scaled_RV, dim=-1)
+        drawn_R = lp_RV.exp().div_(noise_RV).argmax(dim=-1)
+        token_ids_R.copy_(drawn_R)
+        picked_R = lp_RV.gather(1, drawn_R.unsqueeze(1)).squeeze(1)
+        logprobs_R.copy_(torch.where(greedy_R, 0.0, picked_R))
+
+
+def _collected(pool_BSW: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+    """[L, W]: the rows of one sequence in order."""
+    num_blocks = -(-length // pool_BSW.shape[1])
+    return pool_BSW[table[:num_blocks].long()].flatten(0, 1)[:length]
+
+
+def _attend(
+    query_NHD: torch.Tensor, kv_LW: torch.Tensor, start: int, options: LayerOptions, value_dim: int
+) -> torch.Tensor:
+    """[N, H, E] in float32 arithmetic, for queries at consecutive positions from ``start``."""
+    num_rows, num_heads, key_dim = query_NHD.shape
+    num_kv = kv_LW.shape[1] // (key_dim + value_dim)
+    key_LKD = kv_LW[:, : num_kv * key_dim].view(-1, num_kv, key_dim).float()
+    value_LKE = kv_LW[:, num_kv * key_dim :].view(-1, num_kv, value_dim).float()
+    query_NKGD = query_NHD.float().view(num_rows, num_kv, num_heads // num_kv, key_dim)
+    scores = torch.einsum("nkgd,lkd->nkgl", query_NKGD, key_LKD) * options.scale
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    positions_N1 = start + torch.arange(num_rows, device=scores.device).unsqueeze(1)
+    rows_L = torch.arange(kv_LW.shape[0], device=scores.device)
+    hidden_NL = rows_L > positions_N1
+    if options.window is not None:
+        hidden_NL |= rows_L <= positions_N1 - options.window
+    weights = torch.softmax(scores.masked_fill(hidden_NL[:, None, None], float("-inf")), dim=-1)
+    out = torch.einsum("nkgl,lke->nkge", weights, value_LKE)
+    return out.reshape(num_rows, num_heads, value_dim).to(query_NHD.dtype)

@@ -1,0 +1,128 @@
+"""A transformers model as the device executor calls it: rows in, float32 logits out.
+
+In: token ids and positions of a flat pass, and an ``Attending`` that holds its keys and values. Out: float32
+logits of the rows asked for. Decoder layers are compiled one by one, all from one piece of code that does
+not depend on how many rows there are; everything can be captured in a CUDA graph.
+
+Shape legend: T rows of a pass, R rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from headrace.errors import ModelError
+from headrace.models.device_attention import DEVICE, Attending, LayerOptions, attending, register
+from headrace.models.head import float_logits
+
+
+class LayerShape(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def row_width(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+class DeviceModel:
+    """The model's attention is replaced for good."""
+
+    def __init__(self, model: PreTrainedModel, *, compiled: bool) -> None:
+        register()
+        model.set_attn_implementation(DEVICE)
+        if model.config._attn_implementation != DEVICE:
+            raise ModelError(
+                f"{type(model).__name__} does not use transformers' attention interface; choose another model."
+            )
+        self._model = model
+        self._head = model.get_output_embeddings()
+        # Four dimensions make transformers pass a mask along as it is instead of building one.
+        self._no_mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=model.device)
+        self._bare_head = False
+        self.layers, self._bare_head = self._probe()
+        if compiled:
+            _compile(model)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._head.weight.shape[0])
+
+    def logits(
+        self,
+        token_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        passing: Attending,
+        wanted_R: torch.Tensor | None = None,
+        out_RV: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """float32 [R, V] of the wanted rows, or of all in order."""
+        inputs = {
+            "input_ids": token_ids_T.unsqueeze(0),
+            "position_ids": positions_T.unsqueeze(0),
+            "attention_mask": self._no_mask,
+            "use_cache": False,
+        }
+        with torch.no_grad(), attending(passing):
+            if self._bare_head:
+                hidden_TD = self._model.base_model(**inputs).last_hidden_state[0]
+                kept_RD = hidden_TD if wanted_R is None else hidden_TD[wanted_R]
+                return float_logits(kept_RD, self._head.weight, out_RV)
+            keep = 0 if wanted_R is None else wanted_R
+            logits_RV = self._model(**inputs, logits_to_keep=keep).logits[0].float()
+            return logits_RV if out_RV is None else out_RV.copy_(logits_RV)
+
+    def _probe(self) -> tuple[list[LayerShape], bool]:
+        """What each layer asks of its attention, and whether logits are the output layer's alone."""
+        ids_T = torch.arange(8, device=self._model.device)
+        probe = _Probe(self._model.config.get_text_config().num_hidden_layers)
+        whole = self.logits(ids_T, ids_T, probe)
+        layers = probe.layers
+        self._bare_head = getattr(self._head, "bias", None) is None
+        probe.layers = []
+        bare = self.logits(ids_T, ids_T, probe)
+        tolerance = 1e-4 if self._model.dtype == torch.float32 else 0.05
+        spread = float(whole.abs().max())
+        return layers, self._bare_head and float((whole - bare).abs().max()) <= tolerance * max(1.0, spread)
+
+
+class _Probe:
+    """Attends within the pass alone and notes the shapes."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.layers: list[LayerShape] = []
+
+    def attend(
+        self,
+        layer: int,
+        query_THD: torch.Tensor,
+        key_TKD: torch.Tensor,
+        value_TKE: torch.Tensor,
+        options: LayerOptions,
+    ) -> torch.Tensor:
+        shape = LayerShape(query_THD.shape[1], key_TKD.shape[1], key_TKD.shape[2], value_TKE.shape[2])
+        self.layers.append(shape)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query_THD.transpose(0, 1),
+            key_TKD.transpose(0, 1),
+            value_TKE.transpose(0, 1),
+            is_causal=True,
+            scale=options.scale,
+            enable_gqa=True,
+        )
+        return out.transpose(0, 1).contiguous()
+
+
+def _compile(model: PreTrainedModel) -> None:
+    base = model.base_model
+    for layer in getattr(base, "layers", ()):
+        layer.compile(dynamic=True)
+    for name in ("norm", "rotary_emb"):
+        if isinstance(part := getattr(base, name, None), torch.nn.Module):
+            part.compile(dynamic=True)

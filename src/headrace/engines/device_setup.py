@@ -1,0 +1,158 @@
+"""Before the first request: does the device path compute this model, and how much room is there for it?
+
+In: a model and the sizes asked for. Out: passes over memory of the right size, once two chunks and one decoding
+row over shuffled blocks have agreed with a plain forward of the same model. Memory that the largest passes do
+not need goes to keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from headrace.engines.checks import (
+    check_agreement,
+    check_layer_kinds,
+    context_tokens,
+    plain_logits,
+    probe_tokens,
+)
+from headrace.engines.decode_batches import DecodeBatch
+from headrace.engines.device_kernels import Kernels, TorchKernels, TritonKernels
+from headrace.engines.device_model import DeviceModel, LayerShape
+from headrace.engines.device_passes import DevicePasses, Piece
+from headrace.engines.device_state import DeviceState, block_bytes
+from headrace.engines.sequences import SlotTable, new_sequence
+from headrace.errors import ConfigError
+from headrace.types import Request, Sampling
+
+_SPARE_BYTES = 1 << 30
+"""Left alone for what the allocator and libraries take besides tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLimits:
+    """What an engine on a device is asked to hold."""
+
+    max_running: int
+    block_size: int
+    kv_tokens: int | None
+    """Rows of key-value memory; None: what fits."""
+    prefill_tokens: int
+    memory_share: float
+    """Of the memory that is free at the start, what the engine may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    passes: DevicePasses
+    num_blocks: int
+    limit_tokens: int
+
+
+def prepare(
+    model: PreTrainedModel, limits: DeviceLimits, *, compiled: bool, progress: Callable[[str], None]
+) -> Prepared:
+    """Passes ready to be captured, or ModelError where the model cannot be computed here."""
+    config, size = model.config.get_text_config(), limits.block_size
+    check_layer_kinds(config, type(model).__name__)
+    probe, context = probe_tokens(config), context_tokens(config)
+    expected = plain_logits(model, probe)
+    progress("compiling the model's layers" if compiled else "checking the model")
+    shaped = DeviceModel(model, compiled=compiled)
+    kernels = _kernels(shaped, limits.max_running, context, model.device)
+
+    def passes(num_blocks: int) -> DevicePasses:
+        state = DeviceState(
+            shaped.layers,
+            num_blocks=num_blocks,
+            block_size=size,
+            num_slots=limits.max_running,
+            row_blocks=-(-context // size),
+            dtype=model.dtype,
+            device=model.device,
+        )
+        return DevicePasses(shaped, state, kernels, max(2, limits.max_running))
+
+    trial = passes(-(-len(probe) // size) + 1)
+    check_agreement(model, check_passes(trial, probe.numpy()), expected)
+    if limits.kv_tokens is None:
+        enough = limits.max_running * -(-context // size) + 1
+        num_blocks = min(enough, _blocks_that_fit(trial, shaped.layers, limits))
+    else:
+        num_blocks = -(-limits.kv_tokens // size) + 1
+    del trial
+    return Prepared(passes(num_blocks), num_blocks, min(context, (num_blocks - 1) * size))
+
+
+def _kernels(model: DeviceModel, max_running: int, context: int, device: torch.device) -> Kernels:
+    if device.type != "cuda":
+        return TorchKernels()
+    widest = max(model.layers, key=lambda layer: layer.num_heads * layer.value_dim)
+    return TritonKernels(
+        max_rows=max(2, max_running),
+        num_heads=widest.num_heads,
+        value_dim=widest.value_dim,
+        max_length=context,
+        device=device,
+    )
+
+
+def check_passes(passes: DevicePasses, token_ids: np.ndarray) -> torch.Tensor:
+    """float32 [T, V]: logits of all tokens, computed in two chunks and one decoding row."""
+    state, length = passes.state, len(token_ids)
+    table = SlotTable(1, state.block_size)
+    request = Request(
+        id="check", prompt_ids=token_ids.astype(np.int32), sampling=Sampling(max_tokens=1), seed=0
+    )
+    table.place(new_sequence(request, length + 1))
+    num_blocks = -(-length // state.block_size)
+    table.blocks[0, :num_blocks] = np.arange(num_blocks, 0, -1)
+    cut = length // 2
+    chunks = [
+        passes.all_logits([Piece(0, a, token_ids[a:b], table.blocks[0])]).clone()
+        for a, b in ((0, cut), (cut, length - 1))
+    ]
+    table.computed[0] = length - 1
+    state.last_token[0] = int(token_ids[-1])
+    batch = DecodeBatch(2, state.device)
+    batch.fill(table, np.array([0]), state)
+    passes.decode(batch)
+    return torch.cat((*chunks, passes.logits[:1]))
+
+
+def _blocks_that_fit(passes: DevicePasses, layers: Sequence[LayerShape], limits: DeviceLimits) -> int:
+    """Blocks for which there is memory beside the largest prefill and decode pass."""
+    state = passes.state
+    context = state.row_blocks * state.block_size
+    rows, nowhere = (
+        np.zeros(limits.prefill_tokens, dtype=np.int64),
+        np.zeros(state.row_blocks, dtype=np.int64),
+    )
+    pieces = [
+        Piece(state.scoring_slot, 0, rows[at : at + context], nowhere)
+        for at in range(0, limits.prefill_tokens, context)
+    ]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(state.device)
+    before = torch.cuda.memory_allocated(state.device)
+    passes.prefill(pieces, range(len(pieces)))
+    passes.decode(DecodeBatch(max(2, limits.max_running), state.device))
+    torch.cuda.synchronize(state.device)
+    needed = torch.cuda.max_memory_allocated(state.device) - before
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(state.device)
+    # Twice: graphs keep memory of their own beside that of plain passes.
+    room = int(free * limits.memory_share) - 2 * needed - _SPARE_BYTES
+    per_block = block_bytes(layers, state.block_size, state.pools[0].dtype)
+    if room < 2 * per_block:
+        raise ConfigError(
+            f"engine: {free / 2**30:.1f} GiB are free on the GPU, and passes of {limits.prefill_tokens} prompt "
+            f"tokens and {limits.max_running} requests leave none of it for keys and values; lower "
+            "engine.prefill_tokens or engine.max_running, or use a smaller model"
+        )
+    return room // per_block

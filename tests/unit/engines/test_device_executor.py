@@ -1,0 +1,134 @@
+"""The device path, uncompiled and with plain torch in place of kernels, against the CPU's executor."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.engines.decode_batches import bucket_sizes
+from headrace.engines.device_executor import DeviceExecutor
+from headrace.engines.torch_engine import TorchEngine
+from headrace.models.loading import load_model, make_tiny_model
+from headrace.models.tensors import to_blobs
+from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
+
+LENGTHS = (3, 40, 17, 90, 1, 33, 65, 12)
+
+
+@pytest.fixture
+def make_device_engine(tiny_checkpoint):
+    def build(checkpoint=tiny_checkpoint, **settings):
+        given = {"max_running": 12, "block_size": 16, "kv_tokens": 2048, "prefill_tokens": 512, **settings}
+        executor = DeviceExecutor(load_model(checkpoint), compiled=False, **given)
+        return TorchEngine(
+            executor, ledger=TimeLedger(ENGINE_ACTIVITIES), prefill_tokens=given["prefill_tokens"]
+        )
+
+    return build
+
+
+@pytest.fixture
+def crowd(make_request):
+    return [
+        make_request(f"r{i}", prompt=n, max_tokens=15 + 9 * i, stop_ids=(7, 13))
+        for i, n in enumerate(LENGTHS)
+    ]
+
+
+def agree(a, b):
+    np.testing.assert_array_equal(a.token_ids, b.token_ids)
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    np.testing.assert_array_equal(a.kv_versions, b.kv_versions)
+    assert a.finish_reason == b.finish_reason
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"prefill_tokens": 7}, {"max_running": 3}, {"kv_tokens": 192}],
+    ids=["plain", "small chunks", "few slots", "preempted"],
+)
+def test_tokens_are_those_of_the_plain_executor(make_engine, make_device_engine, run_engine, crowd, settings):
+    expected = run_engine(make_engine(), *crowd)
+    engine = make_device_engine(**settings)
+    got = run_engine(engine, *crowd)
+    for name, completion in expected.items():
+        agree(got[name], completion)
+    assert (engine.counters()["preemptions"] > 0) == ("kv_tokens" in settings)
+
+
+def test_temperature_truncation_and_greedy_rows_mix(
+    make_engine, make_device_engine, run_engine, make_request
+):
+    kinds = [{}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.7, "min_p": 0.02}]
+    crowd = [make_request(f"k{i}", prompt=20 + i, max_tokens=25, **kind) for i, kind in enumerate(kinds)]
+    expected, got = run_engine(make_engine(), *crowd), run_engine(make_device_engine(), *crowd)
+    for name, completion in expected.items():
+        agree(got[name], completion)
+        if completion.sampling_mask is not None:
+            np.testing.assert_array_equal(
+                got[name].sampling_mask.token_ids, completion.sampling_mask.token_ids
+            )
+
+
+def test_a_group_computes_its_prompt_once(make_device_engine, run_engine, make_request):
+    group = [make_request(f"g{i}", prompt=np.arange(50) % 61, seed=i) for i in range(6)]
+    engine = make_device_engine()
+    run_engine(engine, *group)
+    assert engine.counters()["cache_hit_tokens"] == 5 * 48
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3"])
+def test_families_agree_with_the_plain_executor(
+    tmp_path, make_device_engine, run_engine, make_request, family
+):
+    from headrace.engines.make import torch_engine
+
+    make_tiny_model(
+        tmp_path, family=family, vocab_size=61, num_kv_heads=2, init_std=0.12, tie_embeddings=False
+    )
+    crowd = [make_request(f"f{i}", prompt=n, max_tokens=12) for i, n in enumerate((5, 60, 33))]
+    plain = torch_engine(load_model(tmp_path), ledger=TimeLedger(ENGINE_ACTIVITIES))
+    expected, got = run_engine(plain, *crowd), run_engine(make_device_engine(tmp_path), *crowd)
+    for name, completion in expected.items():
+        agree(got[name], completion)
+
+
+def test_scores_and_new_weights(make_engine, make_device_engine, tmp_path):
+    other = make_tiny_model(
+        tmp_path, vocab_size=61, init_std=0.12, tie_embeddings=False, context_tokens=256, seed=1
+    )
+    ids = [np.random.default_rng(n).integers(0, 61, n) for n in (2, 30, 70)]
+    engines = [make_engine(), make_device_engine(prefill_tokens=16)]
+    for version in (0, 1):
+        plain, device = (engine.score(ids, 0.8) for engine in engines)
+        for a, b in zip(plain, device, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+        for engine in engines:
+            engine.apply(version + 1, list(to_blobs(other)))
+
+
+def test_layers_are_one_compiled_piece_of_code(tiny_checkpoint):
+    """The attention operation neither breaks the graph nor tells layers apart."""
+    from torch._dynamo.testing import CompileCounter
+
+    from headrace.engines.device_model import DeviceModel, _Probe
+
+    torch._dynamo.reset()
+    model = DeviceModel(load_model(tiny_checkpoint), compiled=False)
+    counter = CompileCounter()
+    for layer in model._model.base_model.layers:
+        layer.compile(backend=counter, dynamic=True, fullgraph=True)
+    for num_rows in (9, 5, 33):
+        ids = torch.arange(num_rows)
+        model.logits(ids, ids, _Probe(len(model.layers)))
+    assert counter.frame_count == 1
+
+
+def test_buckets_reach_the_most_and_waste_at_most_a_third():
+    for most in (1, 2, 3, 17, 64, 100, 512):
+        sizes = bucket_sizes(most)
+        assert sizes[-1] == max(2, most) and sizes == sorted(set(sizes))
+        assert all(
+            b <= max(2 * a, 16) and (a < 16 or b <= 1.5 * a) for a, b in zip(sizes, sizes[1:], strict=False)
+        )
