@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from headrace.errors import ModelError
 from headrace.models.device_attention import DEVICE, Attending, LayerOptions, attending, register
 from headrace.models.head import float_logits
+from headrace.models.joined_linear import join_linears
 
 
 class LayerShape(NamedTuple):
@@ -40,6 +41,7 @@ class DeviceModel:
             raise ModelError(
                 f"{type(model).__name__} does not use transformers' attention interface; choose another model."
             )
+        join_linears(model)
         self._model = model
         self._head = model.get_output_embeddings()
         # Four dimensions make transformers pass a mask along as it is instead of building one.

@@ -1,0 +1,91 @@
+"""Linear layers that read the same input, computed as one product.
+
+In: a model with query, key and value projections, or gate and up projections, as layers of their own. Out: the
+same model, whose parameters keep their names and are now parts of one larger matrix, so that loading weights
+in place still works. The first of them computes all; the others hand out their share. For a few rows a product
+costs its weights' way through memory plus a fixed toll, and this pays the toll once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def join_linears(model: nn.Module) -> int:
+    """Join what can be joined, for good; returns how many products were saved."""
+    saved = 0
+    for module in list(model.modules()):
+        for names in _TOGETHER:
+            parts = [getattr(module, name, None) for name in names]
+            linears = [part for part in parts if type(part) is nn.Linear]
+            if len(linears) == len(names) and _alike(linears):
+                for name, share in zip(names, _joined(linears), strict=True):
+                    setattr(module, name, share)
+                saved += len(names) - 1
+    return saved
+
+
+class _Shares:
+    """The product of one call, until every layer has taken its share."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.left = 0
+        self.product: torch.Tensor | None = None
+
+
+class JoinedLinear(nn.Module):
+    """One of several layers; the first, which is called first, has the joined matrix."""
+
+    def __init__(
+        self, linear: nn.Linear, start: int, shares: _Shares, joined: Sequence[torch.Tensor | None] | None
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.out_features = linear.out_features
+        self._start = start
+        self._shares = shares
+        self._is_first = joined is not None
+        weight, bias = joined if joined is not None else (None, None)
+        self.register_buffer("_joined_weight", weight, persistent=False)
+        self.register_buffer("_joined_bias", bias, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = self._shares
+        if self._is_first:
+            shares.product = nn.functional.linear(x, self._joined_weight, self._joined_bias)
+            shares.left = shares.num_layers
+        product = shares.product
+        assert product is not None, "joined layers must be called first to last, once each"
+        shares.left -= 1
+        if shares.left == 0:
+            shares.product = None
+        return product[..., self._start : self._start + self.out_features]
+
+
+def _alike(linears: Sequence[nn.Linear]) -> bool:
+    first = linears[0]
+    return all(
+        other.in_features == first.in_features and (other.bias is None) == (first.bias is None)
+        for other in linears
+    )
+
+
+def _joined(linears: Sequence[nn.Linear]) -> list[JoinedLinear]:
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    shares, layers, start = _Shares(len(linears)), [], 0
+    for linear in linears:
+        stop = start + linear.out_features
+        linear.weight.data = weight[start:stop]
+        if bias is not None:
+            linear.bias.data = bias[start:stop]
+        layers.append(JoinedLinear(linear, start, shares, None if layers else (weight, bias)))
+        start = stop
+    return layers

@@ -1,0 +1,32 @@
+"""Joined layers compute what the layers did, keep their names, and follow weights loaded in place."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from headrace.models.joined_linear import join_linears
+from headrace.models.loading import make_tiny_model
+from headrace.models.tensors import load_blobs, named_tensors, to_blobs
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_logits_names_and_loading_are_as_before(tmp_path, family):
+    model = make_tiny_model(tmp_path / "a", family=family, vocab_size=61, num_kv_heads=2, init_std=0.1)
+    other = make_tiny_model(tmp_path / "b", family=family, vocab_size=61, num_kv_heads=2, init_std=0.1, seed=1)
+    joined = copy.deepcopy(model)
+    assert join_linears(joined) == 3 * model.config.num_hidden_layers
+    assert named_tensors(joined).keys() == named_tensors(model).keys()
+    ids = torch.arange(20).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(joined(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+        load_blobs(joined, to_blobs(other))
+        torch.testing.assert_close(joined(ids).logits, other(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_is_joined_twice(tmp_path):
+    model = make_tiny_model(tmp_path, vocab_size=61)
+    assert join_linears(model) > 0
+    assert join_linears(model) == 0
