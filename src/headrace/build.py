@@ -9,6 +9,7 @@ is a plain mapping, since it crossed a process boundary.
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,12 @@ from headrace.scoring.resolve import function_name, resolve
 from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
 from headrace.types import Sampling
 from headrace.weights.segment_directory import create_segment_directory
-from headrace.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from headrace.weights.transports import TransportReceiver, weight_sender
 
 Reward = str | Callable[..., Any]
+
+_SHARE_ALONE = 0.9
+_SHARE_BESIDE_TRAINER = 0.4
 
 
 def plan(settings: Settings) -> RunPlan:
@@ -201,7 +205,7 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
     from headrace.engines.make import torch_engine
     from headrace.models.loading import load_model
 
-    ledger = TimeLedger(ENGINE_ACTIVITIES)
+    ledger, name = TimeLedger(ENGINE_ACTIVITIES), told.get("name", "engine-0")
     settings = from_dict(told["settings"], training=False)
     model = load_model(told["model"], dtype=settings.model.dtype, device=device(settings.model.device))
     e = settings.engine
@@ -213,10 +217,11 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
         block_size=e.block_size,
         kv_tokens=e.kv_tokens,
         prefill_tokens=e.prefill_tokens,
+        compiled=not e.eager,
+        memory_share=e.memory_share or (_SHARE_BESIDE_TRAINER if "segments" in told else _SHARE_ALONE),
+        progress=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
     )
-    return EngineDriver(
-        core, name=told.get("name", "engine-0"), receiver=SharedMemoryReceiver(), ledger=ledger
-    )
+    return EngineDriver(core, name=name, receiver=TransportReceiver(), ledger=ledger)
 
 
 def trainer_role(told: Mapping[str, Any]) -> Trainer:
@@ -234,7 +239,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
     t, a = settings.trainer, settings.algo
     core = TorchTrainer(
         model,
-        sender=SharedMemorySender(Path(told["segments"])),
+        sender=weight_sender(model.device.type, Path(told["segments"])),
         ledger=ledger,
         tokenizer_dir=Path(told["model"]),
         loss=a.loss,

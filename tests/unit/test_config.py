@@ -82,6 +82,8 @@ OTHER_VALUES = {
     "engine.block_size": 32,
     "engine.kv_tokens": 4096,
     "engine.prefill_tokens": 128,
+    "engine.memory_share": 0.5,
+    "engine.eager": True,
     "weights.mode": "block",
     "weights.deadline_s": 5.0,
     "warm_start.examples": "examples.jsonl",

@@ -36,6 +36,8 @@ MAY_CHANGE = frozenset(
         "engine.block_size",
         "engine.kv_tokens",
         "engine.prefill_tokens",
+        "engine.memory_share",
+        "engine.eager",
         "weights.mode",
         "weights.deadline_s",
     }

@@ -221,14 +221,19 @@ class EngineSettings(Section):
 
     count: int = Field(1, ge=1)
     """Engines to run."""
-    max_running: int = Field(64, ge=1)
-    """Requests an engine computes at the same time."""
+    max_running: int | None = Field(None, ge=1)
+    """Requests an engine computes at the same time; not set: 64 on a CPU, 512 on a GPU."""
     block_size: int = Field(16, ge=1)
     """Tokens in one block of the key-value cache."""
     kv_tokens: int | None = Field(None, ge=1)
     """Tokens the key-value cache holds; not set: derived from the model and the memory there is."""
-    prefill_tokens: int = Field(512, ge=1)
-    """Most prompt tokens in one forward pass; longer prompts are computed in chunks."""
+    prefill_tokens: int | None = Field(None, ge=1)
+    """Most prompt tokens in one forward pass, longer prompts being computed in chunks; not set: 512 on a CPU,
+    8192 on a GPU."""
+    memory_share: float | None = Field(None, gt=0, le=1)
+    """Share of the GPU's memory the engine may take; not set: 0.4 beside a trainer on the same GPU, else 0.9."""
+    eager: bool = False
+    """Compute without compiling or capturing graphs, for debugging; on a CPU it is always so."""
 
 
 class WeightSettings(Section):

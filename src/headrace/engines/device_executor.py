@@ -67,7 +67,7 @@ class DeviceExecutor:
         memory_share: float = 0.9,
         progress: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """``memory_share``: of the GPU memory that is free now, what the engine may take."""
+        """``memory_share``: of the GPU's memory, what the engine may take, weights included."""
         limits = DeviceLimits(
             max_running=max_running,
             block_size=block_size,

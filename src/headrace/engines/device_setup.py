@@ -44,7 +44,7 @@ class DeviceLimits:
     """Rows of key-value memory; None: what fits."""
     prefill_tokens: int
     memory_share: float
-    """Of the memory that is free at the start, what the engine may take."""
+    """Of the device's memory, what the engine may take, the model's weights included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +145,15 @@ def _blocks_that_fit(passes: DevicePasses, layers: Sequence[LayerShape], limits:
     torch.cuda.synchronize(state.device)
     needed = torch.cuda.max_memory_allocated(state.device) - before
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(state.device)
+    free, total = torch.cuda.mem_get_info(state.device)
+    allowed = int(total * limits.memory_share) - torch.cuda.memory_allocated(state.device)
     # Twice: graphs keep memory of their own beside that of plain passes.
-    room = int(free * limits.memory_share) - 2 * needed - _SPARE_BYTES
+    room = min(free, allowed) - 2 * needed - _SPARE_BYTES
     per_block = block_bytes(layers, state.block_size, state.pools[0].dtype)
     if room < 2 * per_block:
         raise ConfigError(
-            f"engine: {free / 2**30:.1f} GiB are free on the GPU, and passes of {limits.prefill_tokens} prompt "
-            f"tokens and {limits.max_running} requests leave none of it for keys and values; lower "
-            "engine.prefill_tokens or engine.max_running, or use a smaller model"
+            f"engine.memory_share: of {total / 2**30:.1f} GiB ({free / 2**30:.1f} free), passes of "
+            f"{limits.prefill_tokens} prompt tokens and {limits.max_running} requests leave none for keys and "
+            "values; raise it, lower engine.prefill_tokens or engine.max_running, or use a smaller model"
         )
     return room // per_block

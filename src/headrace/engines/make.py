@@ -29,7 +29,7 @@ def torch_engine(
     progress: Callable[[str], None] = lambda line: None,
 ) -> TorchEngine:
     """``kv_tokens``, ``max_running``, ``prefill_tokens``: None derives them from the model and the device.
-    ``compiled`` and ``memory_share`` (of the memory free now) matter on a GPU only."""
+    ``compiled`` and ``memory_share`` (of the device's memory, weights included) matter on a GPU only."""
     assert block_size & (block_size - 1) == 0, "block_size must be a power of two"
     kind = model.device.type
     prefill_tokens = prefill_tokens or _USUAL_PREFILL.get(kind, _USUAL_PREFILL["cpu"])

@@ -28,9 +28,10 @@ _DTYPE_NAMES = {
 
 
 def to_blobs(model: torch.nn.Module) -> Iterator[TensorBlob]:
-    """Every distinct tensor of the model; on a CPU the bytes are the model's own memory, not a copy."""
+    """Every distinct tensor of the model, where it is; the bytes are the model's own memory, not a copy."""
     for name, tensor in named_tensors(model).items():
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        data = raw.numpy() if raw.device.type == "cpu" else raw
         yield TensorBlob(name=name, dtype=_DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
 
 
@@ -76,7 +77,10 @@ def _check(targets: dict[str, torch.Tensor], blobs: list[TensorBlob]) -> None:
             )
 
 
-def _copy_into(target: torch.Tensor, data: np.ndarray) -> None:
+def _copy_into(target: torch.Tensor, data: np.ndarray | torch.Tensor) -> None:
+    if isinstance(data, torch.Tensor):
+        target.detach().copy_(data.view(target.dtype).reshape(target.shape), non_blocking=True)
+        return
     if target.device.type == "cpu" and target.is_contiguous():
         np.copyto(target.detach().reshape(-1).view(torch.uint8).numpy(), data.view(np.uint8).reshape(-1))
         return

@@ -61,7 +61,8 @@ class SharedMemorySender:
             start = HEADER_BYTES + slot.offset
             end = start + slot.num_bytes
             gap_bytes = -slot.num_bytes % ALIGNMENT_BYTES
-            segment.map[start:end] = tensor.data.data
+            on_host = tensor.data if isinstance(tensor.data, np.ndarray) else tensor.data.cpu().numpy()
+            segment.map[start:end] = on_host.data
             segment.map[end : end + gap_bytes] = bytes(gap_bytes)
         with memoryview(segment.map) as whole, whole[HEADER_BYTES : HEADER_BYTES + num_bytes] as payload:
             checksum = digest(version, slots, payload)

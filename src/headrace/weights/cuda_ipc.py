@@ -1,0 +1,173 @@
+"""Weights that never leave the GPU: the trainer's copy is opened by engines on the same device.
+
+In, at the trainer: named tensors on the GPU. Out, at each engine: the same bytes, verified whole, still in the
+trainer's memory; the engine copies them over its own between two passes. Other processes open the memory by
+a CUDA IPC handle, which they keep; the trainer's own process uses it directly, since CUDA will not open a
+handle where it was made.
+
+Invariant: a receiver yields the bytes of the version it was promised, or raises and yields nothing. A sender
+writes over a version's memory only after ``retire``, so a receiver must have copied before it acknowledges.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from headrace.errors import WeightSyncError
+from headrace.types import TensorBlob, TensorSlot, WeightManifest
+from headrace.weights.bundle import check_slots, lay_out
+
+TRANSPORT = "cuda_ipc"
+_CHUNK_WORDS = 1 << 18
+
+_own_buffers: weakref.WeakValueDictionary[str, _Buffer] = weakref.WeakValueDictionary()
+
+
+class _Buffer:
+    """One piece of GPU memory for a whole bundle."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.location = json.dumps({"pid": os.getpid(), "storage": _handle(self.bytes.untyped_storage())})
+        _own_buffers[self.location] = self
+
+
+class CudaIpcSender:
+    """The trainer's end. Retired buffers are used again."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, _Buffer] = {}
+        self._free: list[_Buffer] = []
+
+    def send(self, version: int, blobs: Iterable[TensorBlob]) -> WeightManifest:
+        """Copy the tensors aside; they stay valid until ``retire(version)``. Sending a version again
+        replaces what was sent."""
+        tensors = list(blobs)
+        slots, num_bytes = lay_out(tensors)
+        buffer = self._take(num_bytes, _device_of(tensors))
+        for slot, tensor in zip(slots, tensors, strict=True):
+            source: Any = tensor.data
+            buffer.bytes[slot.offset : slot.offset + slot.num_bytes].copy_(source, non_blocking=True)
+        checksum = device_digest(version, slots, buffer.bytes[:num_bytes])
+        self.retire(version)
+        self._live[version] = buffer
+        return WeightManifest(
+            version=version,
+            base_version=None,
+            kind="full",
+            transport=TRANSPORT,
+            location=buffer.location,
+            num_bytes=num_bytes,
+            digest=checksum,
+            slots=slots,
+        )
+
+    def retire(self, version: int) -> None:
+        """Free the version's memory for another; a version that is not held is already retired."""
+        buffer = self._live.pop(version, None)
+        if buffer is not None:
+            self._free.append(buffer)
+
+    def close(self) -> None:
+        self._live.clear()
+        self._free.clear()
+
+    def _take(self, num_bytes: int, device: torch.device) -> _Buffer:
+        # A multiple of the checksum's chunk, so that it reads whole chunks.
+        room = -(-num_bytes // (4 * _CHUNK_WORDS)) * 4 * _CHUNK_WORDS
+        for buffer in self._free:
+            if len(buffer.bytes) == room and buffer.bytes.device == device:
+                self._free.remove(buffer)
+                return buffer
+        self._free.clear()
+        return _Buffer(room, device)
+
+
+class CudaIpcReceiver:
+    """An engine's end. Verification runs beside the engine's own stream."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def receive(self, manifest: WeightManifest) -> Iterator[TensorBlob]:
+        """Verifies the bundle now, then yields views of the sender's memory."""
+        check_slots(manifest.slots, manifest.num_bytes)
+        whole = self._open(manifest)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(whole.device)
+        with torch.cuda.stream(self._stream):
+            found = device_digest(manifest.version, manifest.slots, whole[: manifest.num_bytes])
+        if found != manifest.digest:
+            raise WeightSyncError(
+                f"version {manifest.version} in the trainer's GPU memory does not match its digest: it was retired "
+                "or written over; publish the weights again"
+            )
+        return (
+            TensorBlob(
+                name=slot.name,
+                dtype=slot.dtype,
+                shape=slot.shape,
+                data=whole[slot.offset : slot.offset + slot.num_bytes],
+            )
+            for slot in manifest.slots
+        )
+
+    def close(self) -> None:
+        self._opened.clear()
+
+    def _open(self, manifest: WeightManifest) -> torch.Tensor:
+        place, own = manifest.location, _own_buffers.get(manifest.location)
+        if own is not None:
+            return own.bytes
+        if place not in self._opened:
+            try:
+                storage = _open_handle(json.loads(place)["storage"])
+            except (ValueError, KeyError, RuntimeError) as error:
+                reason = str(error).strip().splitlines()[0]
+                raise WeightSyncError(
+                    f"the trainer's GPU memory of version {manifest.version} cannot be opened ({reason}); both "
+                    "must use the same GPU and live at the same time"
+                ) from error
+            self._opened[place] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return self._opened[place]
+
+
+def device_digest(version: int, slots: Sequence[TensorSlot], payload: torch.Tensor) -> str:
+    """32 hex digits from the sums of the payload's words by chunk, hashed with the version and the slot table.
+
+    Guards against accidents, as the digest of mapped memory does; the sums are taken where the bytes are."""
+    table = [version, [[s.name, s.dtype, list(s.shape), s.offset, s.num_bytes] for s in slots]]
+    whole = hashlib.blake2b(json.dumps(table).encode(), digest_size=16)
+    words = payload.view(torch.int32)
+    num_whole = len(words) // _CHUNK_WORDS * _CHUNK_WORDS
+    sums = words[:num_whole].view(-1, _CHUNK_WORDS).sum(dim=1, dtype=torch.int64)
+    rest = words[num_whole:].sum(dtype=torch.int64)
+    whole.update(torch.cat((sums, rest.unsqueeze(0))).cpu().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def _device_of(tensors: Sequence[TensorBlob]) -> torch.device:
+    data: Any = tensors[0].data
+    if not isinstance(data, torch.Tensor) or data.device.type != "cuda":
+        raise WeightSyncError("the weights are not on a GPU; use the shared-memory transport")
+    return data.device
+
+
+def _handle(storage: torch.UntypedStorage) -> list[Any]:
+    """What another process needs to open the storage, as plain JSON values."""
+    return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in storage._share_cuda_()]
+
+
+def _open_handle(handle: Sequence[Any]) -> torch.UntypedStorage:
+    torch.cuda._lazy_init()
+    parts = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in handle]
+    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(*parts)
+    return storage
