@@ -28,7 +28,9 @@ MAX_SETTINGS = 80
 CONTRACT = frozenset({"types", "protocols", "errors", "timekeeping", "wire"})
 PURE = frozenset({"algos", "data"})
 WORKERS = frozenset({"engines", "envs", "scoring", "trainers", "weights", "models", "serve", "observe"})
-TOP = frozenset({"__init__", "__main__", "api", "build", "cli", "demo", "doctor", "bench", "evaluation"})
+TOP = frozenset(
+    {"__init__", "__main__", "api", "build", "cli", "cli_common", "demo", "doctor", "bench", "evaluation"}
+)
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "types": frozenset(),
@@ -41,7 +43,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "algos": CONTRACT,
     "data": CONTRACT | {"algos"},
     **dict.fromkeys(WORKERS, CONTRACT | PURE),
-    "engines": CONTRACT | PURE | {"models"},
+    "kernels": frozenset({"errors"}),
+    "engines": CONTRACT | PURE | {"models", "kernels"},
     "trainers": CONTRACT | PURE | {"models"},
     "runtime": CONTRACT | PURE,
     "plan": CONTRACT | PURE | {"config", "runtime"},

@@ -7,10 +7,9 @@ an exit code that is not zero; ``--traceback`` shows where it came from.
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import traceback
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +17,10 @@ import typer
 from rich.console import Console
 
 from headrace import __version__
+from headrace.bench.commands import bench
+from headrace.cli_common import JsonFile, Traceback, write_json
 from headrace.config import Settings, load
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import HeadraceError
 
 app = typer.Typer(
     help="Reinforcement learning for language models that keeps every GPU fed with tokens.",
@@ -27,13 +28,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Measure Headrace on this machine, side by side with a peer.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 RunFile = Annotated[Path | None, typer.Argument(help="a TOML file; docs/settings.md lists every setting")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.field=value, may be repeated")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")]
-Traceback = Annotated[bool, typer.Option("--traceback", help="show the traceback of an error")]
 
 
 @app.command()
@@ -116,97 +114,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-@bench.command("engine")
-def bench_engine(
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
-    seed: int = 0,
-    json_file: JsonFile = None,
-    show_traceback: Traceback = False,
-) -> None:
-    """Generation against ``model.generate``, one thread, 64 sequences at a time on both sides."""
-    from headrace import build
-    from headrace.bench import engine
-
-    build.quieten()
-    figures = engine.run(repeats=repeats, seed=seed)
-    Console().print(engine.table(figures))
-    write_json(json_file, figures)
-
-
-@bench.command("overlap")
-def bench_overlap(
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
-    seed: int = 0,
-    prompt_tokens: Annotated[int, typer.Option(min=8, help="more makes training dearer")] = 88,
-    json_file: JsonFile = None,
-    show_traceback: Traceback = False,
-) -> None:
-    """Asynchronous against synchronous training on the same two cores."""
-    from headrace.bench import overlap
-
-    figures = overlap.run(
-        repeats=repeats,
-        seed=seed,
-        prompt_tokens=prompt_tokens,
-        on_run=lambda text: Console(stderr=True).print(text),
-    )
-    Console().print(overlap.table(figures))
-    write_json(json_file, figures)
-
-
-@bench.command("trl")
-def bench_trl(
-    workload: Annotated[str, typer.Option(help="even or long-tailed completion lengths")] = "long-tailed",
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
-    seed: int = 0,
-    json_file: JsonFile = None,
-    show_traceback: Traceback = False,
-) -> None:
-    """The whole loop against TRL's GRPOTrainer (needs the extra ``bench``)."""
-    from headrace.bench import against_trl
-
-    figures = against_trl.run(
-        repeats=repeats,
-        seed=seed,
-        workload=workload,
-        on_run=lambda text: Console(stderr=True).print(text),
-    )
-    Console().print(against_trl.table(figures))
-    write_json(json_file, figures)
-
-
-@bench.command("lag")
-def bench_lag(
-    seeds: Annotated[int, typer.Option(min=1, help="how many seeds, from 0")] = 5,
-    picture: Annotated[Path | None, typer.Option(help="write the learning curves here as SVG")] = None,
-    json_file: JsonFile = None,
-    show_traceback: Traceback = False,
-) -> None:
-    """The demo's reward at lag 0 and 4, seed by seed."""
-    from headrace.bench import lag
-
-    figures = lag.run(seeds=range(seeds), on_run=lambda text: Console(stderr=True).print(text))
-    Console().print(lag.table(figures))
-    write_json(json_file, figures)
-    if picture is not None:
-        lag.write_picture(figures, picture)
-
-
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
     if version:
         typer.echo(__version__)
         raise typer.Exit
-
-
-def write_json(path: Path | None, figures: Any) -> None:
-    if path is None:
-        return
-    value = asdict(figures) if is_dataclass(figures) and not isinstance(figures, type) else figures
-    try:
-        path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(f"--json: {path} cannot be written ({e.strerror}); choose another file") from e
 
 
 def _needed_rewards(settings: Settings) -> list[Any]:

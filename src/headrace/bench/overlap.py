@@ -210,7 +210,7 @@ def _steady(steps: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, float
     (began, first), (ended, last) = steps[SETTLING_STEPS - 1], steps[-2]
     num_steps = len(steps) - 1 - SETTLING_STEPS
     tokens = sum(fields["tokens"] for _, fields in steps[SETTLING_STEPS:-1])
-    engine, trainer = (_spent(first, last, role) for role in ("engine-0", "trainer"))
+    engine, trainer = (spent(first, last, role) for role in ("engine-0", "trainer"))
     return {
         "tokens_per_s": tokens / (ended - began),
         "step_s": (ended - began) / num_steps,
@@ -221,7 +221,7 @@ def _steady(steps: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, float
     }
 
 
-def _spent(first: Mapping[str, Any], last: Mapping[str, Any], role: str) -> dict[str, float]:
+def spent(first: Mapping[str, Any], last: Mapping[str, Any], role: str) -> dict[str, float]:
     before, after = (next(r["seconds"] for r in f["roles"] if r["role"] == role) for f in (first, last))
     return {activity: after[activity] - before[activity] for activity in after}
 

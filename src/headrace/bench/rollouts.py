@@ -7,18 +7,22 @@ once would take at the bandwidth measured in the same run. Stop tokens are off: 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 
+from headrace.bench import against_vllm
 from headrace.bench.shapes import create_random_model
 from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
+from headrace.errors import ConfigError
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 from headrace.types import Request, Sampling
 
@@ -105,6 +109,48 @@ def run(
     }
 
 
+def compare(
+    shape: str,
+    *,
+    against: str | None = None,
+    repeats: int = 3,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """``run``, and the same with a peer where one is named."""
+    if against not in (None, "vllm"):
+        raise ConfigError(f"--against {against}: only vllm can be run beside the engine")
+    figures: dict[str, Any] = {
+        "headrace": run(shape, workload=Workload(seed=seed), repeats=repeats, progress=progress)
+    }
+    gc.collect()
+    torch.cuda.empty_cache()
+    if against == "vllm":
+        progress("running vLLM")
+        figures["vllm"] = against_vllm.run(shape, repeats=repeats, seed=seed)
+        figures["ratio"] = figures["vllm"]["seconds"] / figures["headrace"]["seconds"]
+    return figures
+
+
+def table(figures: Mapping[str, Any]) -> Table:
+    ours = figures["headrace"]
+    title = f"{ours['shape']}, {ours['tokens']:,} output tokens, {torch.cuda.get_device_name()}"
+    drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("side", "seconds", "tokens/s", "of the memory's limit", "ready after"):
+        drawn.add_column(name, justify="right")
+    for side in ("headrace", "vllm"):
+        if side in figures:
+            row = figures[side]
+            drawn.add_row(
+                side,
+                f"{row['seconds']:.2f}",
+                f"{ours['tokens'] / row['seconds']:,.0f}",
+                f"{ours['limit_s'] / row['seconds']:.0%}",
+                f"{row['ready_s']:.0f} s",
+            )
+    return drawn
+
+
 def _generate(engine: TorchEngine, requests: list[Request]) -> float:
     wanted = sum(request.sampling.max_tokens for request in requests)
     torch.cuda.synchronize()
@@ -122,7 +168,9 @@ def _generate(engine: TorchEngine, requests: list[Request]) -> float:
 def limit_seconds(model: torch.nn.Module, workload: Workload, bandwidth: float) -> float:
     """Weights once a decode step, and for each token the keys and values it sees, at this bandwidth."""
     lengths = workload.lengths()
-    weights = sum(p.numel() * p.element_size() for p in {p.data_ptr(): p for p in model.parameters()}.values())
+    weights = sum(
+        p.numel() * p.element_size() for p in {p.data_ptr(): p for p in model.parameters()}.values()
+    )
     config: Any = model.config
     head_dim = config.hidden_size // config.num_attention_heads
     row_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 2

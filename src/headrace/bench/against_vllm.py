@@ -1,0 +1,109 @@
+"""The same rollouts with vLLM, in a process of its own: both sides want the whole GPU.
+
+In: a model shape and a workload. Out: seconds of each run after a warm-up, with the settings they were taken
+with. vLLM gets what serves it best here: graphs up to the batch, asynchronous scheduling, prefix caching, large
+prefill batches, and log-probabilities of the sampled token alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_num_seqs": 512,
+    "max_num_batched_tokens": 16384,
+    "gpu_memory_utilization": 0.9,
+    "enable_prefix_caching": True,
+    "async_scheduling": True,
+    "max_model_len": 4096,
+}
+_DEADLINE_S = 900
+
+
+def run(shape: str, *, repeats: int, seed: int = 0) -> dict[str, Any]:
+    """Figures of vLLM on the rollout workload; raises ConfigError where it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("--against vllm: vLLM is not installed; install the extra vllm")
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "figures.json"
+        command = [sys.executable, "-m", __name__, shape, str(out), str(repeats), str(seed)]
+        # Where FlashInfer is missing its sampler must be off; where it is there, vLLM decides.
+        env = dict(os.environ)
+        if importlib.util.find_spec("flashinfer") is None:
+            env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_DEADLINE_S)
+        if done.returncode:
+            raise ConfigError(f"--against vllm: the run failed:\n{done.stderr[-2000:]}")
+        figures: dict[str, Any] = json.loads(out.read_text())
+        return figures
+
+
+def _measure(shape: str, repeats: int, seed: int) -> dict[str, Any]:
+    import vllm
+
+    from headrace.bench.rollouts import Workload
+    from headrace.bench.shapes import shape_config
+
+    workload = Workload(seed=seed)
+    config = shape_config(shape)
+    config.architectures, config.dtype = ["Qwen2ForCausalLM"], "bfloat16"
+    with tempfile.TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        begun = time.perf_counter()
+        llm = vllm.LLM(directory, load_format="dummy", skip_tokenizer_init=True, **SETTINGS)
+        ready_s = time.perf_counter() - begun
+        prompts = workload.prompts(config.vocab_size)
+        lengths = workload.lengths()
+        inputs = [
+            {"prompt_token_ids": prompts[i // workload.group_size].tolist()} for i in range(len(lengths))
+        ]
+        sampling = [
+            vllm.SamplingParams(
+                max_tokens=int(n), temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
+            )
+            for n in lengths
+        ]
+        seconds = []
+        for repeat in range(repeats + 1):
+            llm.reset_prefix_cache()
+            start = time.perf_counter()
+            outputs = llm.generate(inputs, sampling, use_tqdm=False)
+            taken = time.perf_counter() - start
+            produced = sum(len(output.outputs[0].token_ids) for output in outputs)
+            assert produced == lengths.sum(), f"{produced} tokens for {lengths.sum()}"
+            if repeat:
+                seconds.append(taken)
+    return {
+        "version": vllm.__version__,
+        "seconds": statistics.median(seconds),
+        "all_seconds": seconds,
+        "ready_s": ready_s,
+        "settings": SETTINGS,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shape")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("repeats", type=int)
+    parser.add_argument("seed", type=int)
+    told = parser.parse_args()
+    told.out.write_text(json.dumps(_measure(told.shape, told.repeats, told.seed)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""``headrace bench``: one command a measurement, each with ``--json``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headrace.cli_common import JsonFile, Traceback, write_json
+from headrace.errors import ConfigError
+
+bench = typer.Typer(help="Measure Headrace on this machine, side by side with a peer.", no_args_is_help=True)
+
+
+@bench.command("engine")
+def bench_engine(
+    shape: Annotated[str | None, typer.Option(help="on a GPU: a model shape, such as qwen2-1.5b")] = None,
+    against: Annotated[str | None, typer.Option(help="with --shape: vllm, run in the same command")] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    seed: int = 0,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Generation: on a CPU against ``model.generate``; with ``--shape`` rollouts on a GPU."""
+    from headrace import build
+
+    build.quieten()
+    if shape is None:
+        from headrace.bench import engine
+
+        figures = engine.run(repeats=repeats, seed=seed)
+        Console().print(engine.table(figures))
+    else:
+        from headrace.bench import rollouts
+
+        _require_gpu("bench engine --shape")
+        figures = rollouts.compare(shape, against=against, repeats=repeats, seed=seed, progress=_tell)
+        Console().print(rollouts.table(figures))
+    write_json(json_file, figures)
+
+
+@bench.command("train")
+def bench_train(
+    shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",
+    optimizer: Annotated[bool, typer.Option(help="the optimizer's step too; needs memory for it")] = True,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Forward, backward and optimizer on a GPU, with and without shared prefixes."""
+    from headrace.bench import train
+
+    _require_gpu("bench train")
+    figures = train.run(shape=shape, repeats=repeats, optimizer=optimizer)
+    Console().print(train.table(figures))
+    write_json(json_file, figures)
+
+
+@bench.command("step")
+def bench_step(
+    shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",
+    max_lag: Annotated[int, typer.Option(min=0)] = 0,
+    steps: Annotated[int, typer.Option(min=1)] = 5,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """A whole step on a GPU: rollouts, training and new weights, engine and trainer sharing it."""
+    from headrace.bench import step
+
+    _require_gpu("bench step")
+    figures = step.run(shape, max_lag=max_lag, steps=steps, progress=_tell)
+    Console().print(step.table(figures))
+    write_json(json_file, figures)
+
+
+@bench.command("sync")
+def bench_sync(
+    shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """How long decoding stalls when new weights land from another process on the same GPU."""
+    from headrace.bench import sync
+
+    _require_gpu("bench sync")
+    figures = sync.run(shape, progress=_tell)
+    Console().print(sync.table(figures))
+    write_json(json_file, figures)
+
+
+@bench.command("overlap")
+def bench_overlap(
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    seed: int = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=8, help="more makes training dearer")] = 88,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Asynchronous against synchronous training on the same two cores."""
+    from headrace.bench import overlap
+
+    figures = overlap.run(
+        repeats=repeats,
+        seed=seed,
+        prompt_tokens=prompt_tokens,
+        on_run=_tell,
+    )
+    Console().print(overlap.table(figures))
+    write_json(json_file, figures)
+
+
+@bench.command("trl")
+def bench_trl(
+    workload: Annotated[str, typer.Option(help="even or long-tailed completion lengths")] = "long-tailed",
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    seed: int = 0,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """The whole loop against TRL's GRPOTrainer (needs the extra ``bench``)."""
+    from headrace.bench import against_trl
+
+    figures = against_trl.run(
+        repeats=repeats,
+        seed=seed,
+        workload=workload,
+        on_run=_tell,
+    )
+    Console().print(against_trl.table(figures))
+    write_json(json_file, figures)
+
+
+@bench.command("lag")
+def bench_lag(
+    seeds: Annotated[int, typer.Option(min=1, help="how many seeds, from 0")] = 5,
+    picture: Annotated[Path | None, typer.Option(help="write the learning curves here as SVG")] = None,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """The demo's reward at lag 0 and 4, seed by seed."""
+    from headrace.bench import lag
+
+    figures = lag.run(seeds=range(seeds), on_run=_tell)
+    Console().print(lag.table(figures))
+    write_json(json_file, figures)
+    if picture is not None:
+        lag.write_picture(figures, picture)
+
+
+def _tell(line: str) -> None:
+    Console(stderr=True).print(line)
+
+
+def _require_gpu(command: str) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(f"{command} needs a GPU and torch sees none; run it on a machine with one")

@@ -1,0 +1,195 @@
+"""A whole step of group-relative policy optimisation on one GPU: rollouts, training, new weights.
+
+In: a model shape and the size of a step. Out: seconds a step in steady state through the real run (controller,
+engine and trainer as processes on the same GPU), what the roles spent them on, and the most GPU memory that
+was in use. Completions have a fixed length; the reward is free and varies inside a group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import statistics
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from headrace import build
+from headrace.bench.overlap import GENERATION, TRAINING, ParityScorer, StepTimes, spent
+from headrace.config import Settings, from_dict
+from headrace.data.char_tokenizer import make_char_tokenizer
+from headrace.data.tasks import from_list
+from headrace.launch.controller_loop import ControllerLoop
+from headrace.protocols import PolicyClient
+from headrace.runtime.pipeline import Pipeline
+from headrace.types import Sampling, Task, Trajectory
+
+_SETTLING_STEPS = 2
+"""Left out of every figure: compiling, and the pipeline filling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWorkload:
+    num_groups: int = 64
+    group_size: int = 8
+    prompt_tokens: int = 256
+    completion_tokens: int = 512
+
+
+class FixedLength:
+    """One turn of random prompt tokens and a completion of fixed length."""
+
+    def __init__(self, workload: StepWorkload, vocab_size: int) -> None:
+        self._workload = workload
+        self._vocab_size = vocab_size
+
+    async def run(self, task: Task, policy: PolicyClient) -> tuple[Trajectory, ...]:
+        rng = np.random.default_rng(int(task.columns["number"]))
+        prompt_ids = rng.integers(0, self._vocab_size, self._workload.prompt_tokens).astype(np.int32)
+        turn = await policy.sample(prompt_ids, Sampling(max_tokens=self._workload.completion_tokens))
+        return (Trajectory(turns=(turn,), text=""),)
+
+
+def run(
+    shape: str = "qwen2-1.5b",
+    *,
+    workload: StepWorkload | None = None,
+    max_lag: int = 0,
+    steps: int = 5,
+    row_tokens: int = 16384,
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """All figures as plain numbers; ``steps`` are measured after the settling ones."""
+    workload = workload or StepWorkload()
+    with tempfile.TemporaryDirectory(prefix="headrace-step-") as made:
+        progress(f"writing a random {shape}")
+        vocab_size = write_checkpoint(Path(made) / "model", shape)
+        settings = _settings(Path(made) / "model", workload, max_lag, steps, row_tokens)
+        with MemoryWatch() as memory, asyncio.Runner(loop_factory=ControllerLoop) as runner:
+            times = runner.run(
+                _train(settings, Path(made) / "run", FixedLength(workload, vocab_size), progress)
+            )
+    steady = times.steps[_SETTLING_STEPS - 1 :]
+    first, last = steady[0][1], steady[-1][1]
+    engine, trainer = (spent(first, last, role) for role in ("engine-0", "trainer"))
+    taken = [b - a for (a, _), (b, _) in pairwise(steady)]
+    return {
+        "shape": shape,
+        **asdict(workload),
+        "max_lag": max_lag,
+        "seconds": statistics.median(taken),
+        "all_seconds": taken,
+        "generation_s": sum(engine[a] for a in GENERATION) / len(taken),
+        "training_s": sum(trainer[a] for a in TRAINING) / len(taken),
+        "engine_seconds": engine,
+        "trainer_seconds": trainer,
+        "metrics": {k: v for k, v in last.items() if isinstance(v, int | float)},
+        "peak_bytes": memory.peak_bytes,
+    }
+
+
+def table(figures: Mapping[str, Any]) -> Table:
+    drawn = Table(
+        title=f"{figures['shape']}, max_lag {figures['max_lag']}", title_justify="left", box=None,
+        padding=(0, 2, 0, 0),
+    )  # fmt: skip
+    for name in ("seconds a step", "generation", "training", "peak memory"):
+        drawn.add_column(name, justify="right")
+    drawn.add_row(
+        f"{figures['seconds']:.2f}",
+        f"{figures['generation_s']:.2f} s",
+        f"{figures['training_s']:.2f} s",
+        f"{figures['peak_bytes'] / 1e9:.1f} GB",
+    )
+    return drawn
+
+
+def write_checkpoint(directory: Path, shape: str) -> int:
+    """A random model of the shape with a tokenizer beside it; returns its vocabulary's size."""
+    import torch
+
+    from headrace.bench.shapes import create_random_model
+
+    build.quieten()
+    make_char_tokenizer(directory, "ab")
+    model = create_random_model(shape)
+    model.save_pretrained(directory)
+    vocab_size = int(model.config.vocab_size)
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    return vocab_size
+
+
+def _settings(model: Path, workload: StepWorkload, max_lag: int, steps: int, row_tokens: int) -> Settings:
+    return from_dict(
+        {
+            "run.steps": steps + _SETTLING_STEPS,
+            "run.checkpoint_every": 0,
+            "model.path": str(model),
+            "model.device": "cuda",
+            "model.dtype": "bfloat16",
+            "rollout.max_lag": max_lag,
+            "rollout.group_size": workload.group_size,
+            "rollout.groups_per_step": workload.num_groups,
+            "rollout.max_tokens": workload.completion_tokens,
+            "rollout.drop_zero_variance": False,
+            "trainer.learning_rate": 1e-6,
+            "trainer.row_tokens": row_tokens,
+        }
+    )
+
+
+async def _train(
+    settings: Settings, run_dir: Path, environment: FixedLength, progress: Callable[[str], None]
+) -> StepTimes:
+    rows = [{"prompt": "a", "number": i} for i in range(4096)]
+    times = StepTimes()
+    progress("starting engine and trainer")
+    cluster = await build.cluster(settings, [], run_dir=run_dir, fresh=True)
+    try:
+        progress("running")
+        pipeline = Pipeline(
+            build.plan(settings),
+            cluster=cluster,
+            environment=environment,
+            scorer=ParityScorer(),
+            tasks=from_list(rows),
+            run_dir=run_dir,
+            sink=times,
+        )
+        await pipeline.run()
+    finally:
+        await cluster.close()
+    return times
+
+
+class MemoryWatch:
+    """The most memory in use on the GPU by all processes, looked at ten times a second."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(timeout=5)
+
+    def _watch(self) -> None:
+        import torch
+
+        while not self._ended.wait(0.1):
+            free, total = torch.cuda.mem_get_info()
+            self.peak_bytes = max(self.peak_bytes, total - free)

@@ -1,0 +1,25 @@
+"""What every command has: figures as JSON, and the traceback of an error when asked for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.errors import ConfigError
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="show the traceback of an error")]
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    if path is None:
+        return
+    value = asdict(figures) if is_dataclass(figures) and not isinstance(figures, type) else figures
+    try:
+        path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"--json: {path} cannot be written ({e.strerror}); choose another file") from e
