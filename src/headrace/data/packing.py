@@ -1,10 +1,12 @@
 """Samples -> rows of whole sequences laid end to end, close to equal in cost.
 
 In: samples of any lengths. Out: ``PackedRow`` objects of at most ``row_tokens`` tokens; a longer sample
-has a row of its own. No sample is cut, padded or reordered inside a row, each lies in exactly one row,
-and equal inputs give equal rows.
+has a row of its own. Each sample lies in exactly one row, none is cut short or padded, and equal inputs
+give equal rows. Attempts at one task begin with the same prompt: with ``share_prefixes`` such a prefix is
+laid down once and its continuations refer to it. All prefixes of a row come first, then their
+continuations in the same order, then the samples that share nothing.
 
-Legend: T tokens of the row, B sequences in it.
+Legend: T tokens of the row, B sequences in it, S segments (prefixes, continuations, whole sequences).
 """
 
 from __future__ import annotations
@@ -16,23 +18,29 @@ import numpy as np
 
 from headrace.types import Sample
 
+NO_PARENT = -1
+MIN_SAVING = 0.04
+"""Share of the tokens below which sharing does not pay: it costs a second attention call per layer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """Sequences laid end to end; entry t of every [T] array belongs to token t."""
+    """Segments laid end to end; entry t of every [T] array belongs to token t."""
 
     sample_index: np.ndarray
     """int64 [B], where each sequence stood in the list that was packed."""
     token_ids: np.ndarray
     """int64 [T]."""
     position_ids: np.ndarray
-    """int64 [T], from 0 in each sequence."""
+    """int64 [T], from 0 in each sequence, its prefix included."""
     cu_seqlens: np.ndarray
-    """int64 [B + 1], where each sequence begins, and the end."""
+    """int64 [S + 1], where each segment begins, and the end."""
+    parents: np.ndarray
+    """int64 [S], the segment whose tokens come before a segment's own; -1: it begins its sequence."""
     sequence: np.ndarray
-    """int64 [T], 0 to B - 1."""
+    """int64 [T], 0 to B - 1; a shared prefix counts as its first continuation's."""
     loss_mask: np.ndarray
-    """bool [T]; never true on the first token of a sequence, which nothing predicts."""
+    """bool [T]; never true on the first token of a segment, which nothing in the segment predicts."""
     behavior_logprobs: np.ndarray
     """float32 [T]."""
     versions: np.ndarray
@@ -53,58 +61,131 @@ class PackedRow:
         return int(self.sample_index.shape[0])
 
 
-def pack(samples: Sequence[Sample], *, row_tokens: int, balance_tokens: int = 4096) -> tuple[PackedRow, ...]:
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Samples that stay together: they share their first ``prefix`` tokens (0: it is one sample alone)."""
+
+    indices: tuple[int, ...]
+    prefix: int = 0
+
+    def num_tokens(self, lengths: Sequence[int]) -> int:
+        return self.prefix + sum(lengths[i] - self.prefix for i in self.indices)
+
+
+def pack(
+    samples: Sequence[Sample], *, row_tokens: int, balance_tokens: int = 4096, share_prefixes: bool = False
+) -> tuple[PackedRow, ...]:
     """Rows in the order of their first samples.
 
     ``balance_tokens`` is the length at which attention costs as much as everything else (about six times
-    the hidden size), so that a sequence of n tokens costs n + n^2 / balance_tokens.
+    the hidden size), so that a sequence of n tokens costs n + n^2 / balance_tokens. Prefixes are shared
+    only where that saves enough to pay.
     """
     if row_tokens < 1:
         raise ValueError(f"row_tokens must be at least 1, not {row_tokens}")
     lengths = [sample.num_tokens for sample in samples]
-    rows = _assign(lengths, row_tokens=row_tokens, balance_tokens=balance_tokens)
-    return tuple(pack_row(samples, indices) for indices in rows)
+    bundles = [Bundle((index,)) for index in range(len(samples))]
+    if share_prefixes:
+        shared = _bundles(samples, row_tokens)
+        if sum(b.num_tokens(lengths) for b in shared) <= (1 - MIN_SAVING) * sum(lengths):
+            bundles = shared
+    rows = _assign(bundles, lengths, row_tokens=row_tokens, balance_tokens=balance_tokens)
+    return tuple(pack_row(samples, row) for row in rows)
 
 
-def pack_row(samples: Sequence[Sample], indices: Sequence[int]) -> PackedRow:
-    """The chosen samples laid end to end."""
-    chosen = [samples[index] for index in indices]
-    lengths = np.array([sample.num_tokens for sample in chosen], dtype=np.int64)
+def pack_row(samples: Sequence[Sample], bundles: Sequence[Bundle]) -> PackedRow:
+    """The chosen bundles laid end to end."""
+    spans, parents = _spans(samples, bundles)
+    lengths = np.array([stop - start for _, start, stop in spans], dtype=np.int64)
     cu_seqlens = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-    loss_mask = _join(chosen, lambda sample: sample.loss_mask, bool)
+    num_prefixes = sum(bundle.prefix > 0 for bundle in bundles)
+    sample_index = np.array([index for index, _, _ in spans[num_prefixes:]], dtype=np.int64)
+    place = {int(index): b for b, index in enumerate(sample_index)}
+    starts = np.array([start for _, start, _ in spans], dtype=np.int64)
+    temperatures = np.array([samples[index].temperature for index, _, _ in spans], dtype=np.float32)
+
+    def join(field: Callable[[Sample], np.ndarray], dtype: type) -> np.ndarray:
+        pieces = [field(samples[index])[start:stop] for index, start, stop in spans]
+        return np.concatenate(pieces).astype(dtype)
+
+    loss_mask = join(lambda sample: sample.loss_mask, bool)
     loss_mask[cu_seqlens[:-1]] = False
-    refs = [sample.ref_logprobs for sample in chosen]
+    complete = all(samples[index].ref_logprobs is not None for index in sample_index)
     return PackedRow(
-        sample_index=np.asarray(indices, dtype=np.int64),
-        token_ids=_join(chosen, lambda sample: sample.token_ids, np.int64),
-        position_ids=np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths),
+        sample_index=sample_index,
+        token_ids=join(lambda sample: sample.token_ids, np.int64),
+        position_ids=np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - starts, lengths),
         cu_seqlens=cu_seqlens,
-        sequence=np.repeat(np.arange(len(chosen)), lengths),
+        parents=np.array(parents, dtype=np.int64),
+        sequence=np.repeat(np.array([place[index] for index, _, _ in spans], dtype=np.int64), lengths),
         loss_mask=loss_mask,
-        behavior_logprobs=_join(chosen, lambda sample: sample.behavior_logprobs, np.float32),
-        versions=_join(chosen, lambda sample: sample.versions, np.int32),
-        advantages=_join(chosen, lambda sample: sample.advantages, np.float32),
-        temperatures=np.repeat(np.array([s.temperature for s in chosen], dtype=np.float32), lengths),
-        ref_logprobs=np.concatenate([r for r in refs if r is not None]).astype(np.float32)
-        if all(r is not None for r in refs)
-        else None,
+        behavior_logprobs=join(lambda sample: sample.behavior_logprobs, np.float32),
+        versions=join(lambda sample: sample.versions, np.int32),
+        advantages=join(lambda sample: sample.advantages, np.float32),
+        temperatures=np.repeat(temperatures, lengths),
+        ref_logprobs=join(_ref_logprobs, np.float32) if complete else None,
     )
 
 
-def _join(samples: Sequence[Sample], field: Callable[[Sample], np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([field(sample) for sample in samples]).astype(dtype)
+def _ref_logprobs(sample: Sample) -> np.ndarray:
+    assert sample.ref_logprobs is not None
+    return sample.ref_logprobs
 
 
-def _assign(lengths: Sequence[int], *, row_tokens: int, balance_tokens: int) -> list[list[int]]:
-    """Indices by row: as few rows as first-fit decreasing needs, then the costliest sample into the
+def _spans(
+    samples: Sequence[Sample], bundles: Sequence[Bundle]
+) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """(sample, start, stop) of every segment in row order, and the segments' parents."""
+    sharing = [bundle for bundle in bundles if bundle.prefix]
+    spans = [(bundle.indices[0], 0, bundle.prefix) for bundle in sharing]
+    parents = [NO_PARENT] * len(sharing)
+    for parent, bundle in enumerate(sharing):
+        spans += [(index, bundle.prefix, samples[index].num_tokens) for index in bundle.indices]
+        parents += [parent] * len(bundle.indices)
+    alone = [index for bundle in bundles if not bundle.prefix for index in bundle.indices]
+    spans += [(index, 0, samples[index].num_tokens) for index in alone]
+    return spans, parents + [NO_PARENT] * len(alone)
+
+
+def _bundles(samples: Sequence[Sample], row_tokens: int) -> list[Bundle]:
+    """Attempts at one task with one prompt together, in bundles that fit into a row."""
+    members: dict[tuple[int, bytes], list[int]] = {}
+    for index, sample in enumerate(samples):
+        prefix = sample.token_ids[: _prefix_tokens(sample)]
+        members.setdefault((sample.group, prefix.tobytes()), []).append(index)
+    bundles: list[Bundle] = []
+    for indices in members.values():
+        prefix_tokens = _prefix_tokens(samples[indices[0]])
+        room = 0
+        for index in indices:
+            own = samples[index].num_tokens - prefix_tokens
+            if prefix_tokens and room >= own:
+                bundles[-1] = Bundle((*bundles[-1].indices, index), prefix_tokens)
+            else:
+                bundles.append(Bundle((index,)))
+                room = row_tokens - prefix_tokens
+            room -= own
+    return bundles
+
+
+def _prefix_tokens(sample: Sample) -> int:
+    """Tokens before the one that predicts the first loss token, which each attempt keeps for itself."""
+    return max(int(sample.loss_mask.argmax()) - 1, 0)
+
+
+def _assign(
+    bundles: Sequence[Bundle], lengths: Sequence[int], *, row_tokens: int, balance_tokens: int
+) -> list[list[Bundle]]:
+    """Bundles by row: as few rows as first-fit decreasing needs, then the costliest bundle into the
     cheapest row that has room."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    num_rows = _first_fit_rows([lengths[i] for i in order], row_tokens)
+    sizes = [bundle.num_tokens(lengths) for bundle in bundles]
+    order = sorted(range(len(bundles)), key=lambda i: (-sizes[i], i))
+    num_rows = _first_fit_rows([sizes[i] for i in order], row_tokens)
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     tokens, costs = [0] * num_rows, [0.0] * num_rows
     for index in order:
-        length = lengths[index]
-        open_rows = [r for r in range(len(rows)) if not rows[r] or tokens[r] + length <= row_tokens]
+        size = sizes[index]
+        open_rows = [r for r in range(len(rows)) if not rows[r] or tokens[r] + size <= row_tokens]
         if not open_rows:
             rows.append([])
             tokens.append(0)
@@ -112,9 +193,9 @@ def _assign(lengths: Sequence[int], *, row_tokens: int, balance_tokens: int) -> 
             open_rows = [len(rows) - 1]
         best = min(open_rows, key=lambda r: (costs[r], r))
         rows[best].append(index)
-        tokens[best] += length
-        costs[best] += length + length * length / balance_tokens
-    return sorted(sorted(row) for row in rows if row)
+        tokens[best] += size
+        costs[best] += size + sum(lengths[i] * lengths[i] for i in bundles[index].indices) / balance_tokens
+    return [[bundles[i] for i in row] for row in sorted(sorted(row) for row in rows if row)]
 
 
 def _first_fit_rows(lengths: Sequence[int], row_tokens: int) -> int:

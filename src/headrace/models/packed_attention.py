@@ -1,11 +1,13 @@
 """Causal attention inside each sequence of a packed row, through transformers' attention interface.
 
-In: a row of sequences laid end to end, [1, T] token ids, and a ``PackedLayout`` of their lengths passed to
+In: a row of segments laid end to end, [1, T] token ids, and a ``PackedLayout`` of their lengths passed to
 the model's forward as the keyword ``packed_layout``, which transformers hands on to every attention
-layer. Out: what each sequence would give alone. Sequences of like length are padded into a few
-rectangles per row; the rectangles depend on the lengths alone, so they are laid out once per row.
-Sliding windows, score soft caps and attention sinks are honoured; any other attention argument that
-would change the result is refused.
+layer. Out: what each sequence would give alone, whether it is one segment or continues a shared prefix.
+On a GPU a flash kernel reads the row as it lies. Where it cannot (other devices, float32, soft caps,
+sinks, windows over shared prefixes) sequences of like length are padded into a few rectangles per row, a
+prefix once for each of its continuations; the rectangles depend on the lengths alone, so they are laid
+out once per row. Sliding windows, score soft caps and attention sinks are honoured; any other attention
+argument that would change the result is refused.
 
 Legend: T tokens of the row, B sequences of a rectangle, L its length, Hq query heads, Hk key-value heads,
 D head size.
@@ -13,85 +15,25 @@ D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from headrace.errors import ModelError
+from headrace.models.packed_layout import PackedLayout, Rectangle, build_layout
+from headrace.models.shared_prefix import SegmentBounds, flash_fits, segment_attention
+
+__all__ = ["PACKED_ATTENTION", "PackedLayout", "build_layout", "packed_attention", "use_packed_attention"]
 
 PACKED_ATTENTION = "headrace_packed"
 
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
 )
-_MIN_SPLIT_TOKENS = 64
-"""Below this length padding costs less than another kernel launch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rectangle:
-    """Sequences of a row that are padded to one length."""
-
-    num_sequences: int
-    length: int
-    tokens: torch.Tensor
-    """int64, row positions of the tokens, sequence by sequence."""
-    cells: torch.Tensor
-    """int64, the same tokens' cells of the flattened [B, L] rectangle."""
-
-    @property
-    def is_full(self) -> bool:
-        return self.cells.shape[0] == self.num_sequences * self.length
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLayout:
-    """Where the sequences of a row lie, and the rectangles they are computed in."""
-
-    num_tokens: int
-    rectangles: tuple[Rectangle, ...]
-
-    @property
-    def is_one_block(self) -> bool:
-        """True when the row already is one rectangle: equal lengths, nothing to move."""
-        return len(self.rectangles) == 1 and self.rectangles[0].is_full
-
-
-def build_layout(lengths: Sequence[int] | np.ndarray, *, device: torch.device | str = "cpu") -> PackedLayout:
-    """The layout of sequences with these lengths, in row order."""
-    lengths_ = np.asarray(lengths, dtype=np.int64)
-    starts = np.cumsum(lengths_) - lengths_
-    groups: list[list[int]] = []
-    longest = 0
-    for index in np.argsort(-lengths_, kind="stable").tolist():
-        if groups and (longest <= _MIN_SPLIT_TOKENS or lengths_[index] * 4 >= longest * 3):
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-            longest = int(lengths_[index])
-    rectangles = tuple(_rectangle(np.array(sorted(group)), lengths_, starts, device) for group in groups)
-    return PackedLayout(num_tokens=int(lengths_.sum()), rectangles=rectangles)
-
-
-def _rectangle(
-    group: np.ndarray, lengths: np.ndarray, starts: np.ndarray, device: torch.device | str
-) -> Rectangle:
-    sizes, longest = lengths[group], int(lengths[group].max())
-    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    tokens = within + np.repeat(starts[group], sizes)
-    cells = within + np.repeat(np.arange(group.size) * longest, sizes)
-    return Rectangle(
-        num_sequences=int(group.size),
-        length=longest,
-        tokens=torch.from_numpy(tokens).to(device),
-        cells=torch.from_numpy(cells).to(device),
-    )
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
@@ -131,15 +73,40 @@ def packed_attention(
     _refuse_unknown(module, packed_layout, attention_mask, is_causal, unknown)
     assert packed_layout is not None
     options = _Options(scaling or query.shape[-1] ** -0.5, dropout, sliding_window, softcap, s_aux)
+    bounds = packed_layout.bounds
+    if bounds is None or not _flash_can(query, value, bounds, options):
+        return _attend_in_rectangles(query, key, value, packed_layout, options), None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    output = segment_attention(
+        query, key, value, bounds, scale=options.scaling, window=options.sliding_window
+    )
+    return output[None], None
+
+
+def _flash_can(query: torch.Tensor, value: torch.Tensor, bounds: SegmentBounds, options: _Options) -> bool:
+    plain = options.softcap is None and options.sinks is None and options.dropout == 0.0
+    windowed = options.sliding_window is not None
+    return plain and not (windowed and bounds.has_prefixes) and flash_fits(query, value)
+
+
+@torch.compiler.disable
+def _attend_in_rectangles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed_layout: PackedLayout,
+    options: _Options,
+) -> torch.Tensor:
+    """Not compiled: every row has rectangles of its own."""
     if packed_layout.is_one_block:
-        return _attend_in_place(query, key, value, packed_layout, options), None
+        return _attend_in_place(query, key, value, packed_layout, options)
     outputs = [
         _attend_rectangle(query, key, value, rectangle, options) for rectangle in packed_layout.rectangles
     ]
     output = outputs[0]
     for other in outputs[1:]:
         output = output + other
-    return output.view(1, packed_layout.num_tokens, query.shape[1], value.shape[-1]), None
+    return output.view(1, packed_layout.num_tokens, query.shape[1], value.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +164,21 @@ def _attend_rectangle(
     num_cells = rectangle.num_sequences * rectangle.length
 
     def padded(x: torch.Tensor) -> torch.Tensor:
-        flat = _Move.apply(x[0].transpose(0, 1).flatten(1), rectangle.tokens, rectangle.cells, num_cells)
+        rows = x[0].transpose(0, 1).flatten(1)
+        if rectangle.repeats:
+            blank = rows.new_zeros(num_cells, rows.shape[1])
+            flat = blank.index_copy(0, rectangle.cells, rows.index_select(0, rectangle.tokens))
+        else:
+            flat = _Move.apply(rows, rectangle.tokens, rectangle.cells, num_cells)
         return flat.view(rectangle.num_sequences, rectangle.length, x.shape[1], x.shape[3]).transpose(1, 2)
 
     # Padding follows the real tokens of its sequence, so causality alone hides it from them.
     output = _attend(padded(query), padded(key), padded(value), options)
     return _Move.apply(
-        output.transpose(1, 2).reshape(num_cells, -1), rectangle.cells, rectangle.tokens, query.shape[2]
+        output.transpose(1, 2).reshape(num_cells, -1),
+        rectangle.out_cells,
+        rectangle.out_tokens,
+        query.shape[2],
     )
 
 

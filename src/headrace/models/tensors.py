@@ -7,7 +7,7 @@ every blob before it touches anything, then copies in place, so addresses held e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -38,12 +38,22 @@ def to_blobs(model: torch.nn.Module) -> Iterator[TensorBlob]:
 def load_blobs(model: torch.nn.Module, blobs: Iterable[TensorBlob]) -> None:
     """Replace all of the model's tensors. Raises WeightSyncError, with nothing changed, unless the blobs
     are exactly the model's tensors."""
-    targets = named_tensors(model)
+    load_into(named_tensors(model), blobs)
+
+
+def load_into(targets: Mapping[str, torch.Tensor], blobs: Iterable[TensorBlob]) -> None:
+    """As ``load_blobs`` for tensors that were named before; from GPU memory nothing here waits."""
     arrived = list(blobs)
     _check(targets, arrived)
+    on_device = [blob for blob in arrived if isinstance(blob.data, torch.Tensor)]
     with torch.no_grad():
+        if on_device:
+            torch._foreach_copy_(
+                [targets[blob.name] for blob in on_device], [_tensor(targets, blob) for blob in on_device]
+            )
         for blob in arrived:
-            _copy_into(targets[blob.name], blob.data)
+            if not isinstance(blob.data, torch.Tensor):
+                _copy_into(targets[blob.name], blob.data)
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -59,7 +69,14 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _check(targets: dict[str, torch.Tensor], blobs: list[TensorBlob]) -> None:
+def _tensor(targets: Mapping[str, torch.Tensor], blob: TensorBlob) -> torch.Tensor:
+    """The blob's bytes on its device, seen as what they stand for."""
+    target = targets[blob.name]
+    raw: torch.Tensor = blob.data
+    return raw.view(target.dtype).view(target.shape)
+
+
+def _check(targets: Mapping[str, torch.Tensor], blobs: list[TensorBlob]) -> None:
     names = [blob.name for blob in blobs]
     missing, unknown = sorted(targets.keys() - set(names)), sorted(set(names) - targets.keys())
     if missing or unknown or len(names) != len(set(names)):
@@ -77,10 +94,7 @@ def _check(targets: dict[str, torch.Tensor], blobs: list[TensorBlob]) -> None:
             )
 
 
-def _copy_into(target: torch.Tensor, data: np.ndarray | torch.Tensor) -> None:
-    if isinstance(data, torch.Tensor):
-        target.detach().copy_(data.view(target.dtype).reshape(target.shape), non_blocking=True)
-        return
+def _copy_into(target: torch.Tensor, data: np.ndarray) -> None:
     if target.device.type == "cpu" and target.is_contiguous():
         np.copyto(target.detach().reshape(-1).view(torch.uint8).numpy(), data.view(np.uint8).reshape(-1))
         return

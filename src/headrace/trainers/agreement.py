@@ -14,16 +14,18 @@ from headrace.data.packing import pack
 from headrace.models.packed_attention import use_packed_attention
 from headrace.trainers.forward_check import probe_sample
 from headrace.trainers.logprobs import row_tensors, token_logprobs
+from headrace.trainers.master_weights import compute_copy
 
 
 @torch.no_grad()
 def trainer_logprobs(
     model: PreTrainedModel, token_ids: np.ndarray, *, temperature: float, dtype: str = "float32"
 ) -> np.ndarray:
-    """Leaves the model with packed attention."""
+    """Leaves a float32 model with packed attention; another ``dtype`` is computed with a copy."""
+    if dtype == "bfloat16":
+        model = compute_copy(model, torch.bfloat16)
     use_packed_attention(model)
     sample = probe_sample(token_ids, temperature=temperature)
     (row,) = pack([sample], row_tokens=sample.num_tokens)
-    compute_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    logprobs, _ = token_logprobs(model, row_tensors(row, device=model.device), compute_dtype=compute_dtype)
+    logprobs, _ = token_logprobs(model, row_tensors(row, device=model.device))
     return np.append(np.float32(0.0), logprobs.cpu().numpy())

@@ -3,14 +3,16 @@
 In: a model that uses packed attention and a ``PackedRow``. Out: float32 log-probabilities (and entropies) of
 the row's loss tokens at the temperatures they were sampled with. [tokens, vocabulary] never exists
 whole: the forward keeps one normaliser per token, and the backward recomputes one chunk of logits at a
-time. The head is computed in float32 whatever the rest is computed in.
+time. Logits are float32 whatever the model is computed in.
 
 Legend: T tokens of the row, N loss tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,12 @@ from transformers import PreTrainedModel
 from headrace.data.packing import PackedRow
 from headrace.errors import ModelError
 from headrace.models.packed_attention import PackedLayout, build_layout
+from headrace.trainers.head import add_head_weight_gradient, head_input_gradient, head_logits
 
 CHUNK_ELEMENTS = 2**24
 """Logits held at once: 64 MiB in float32."""
+GPU_CHUNK_ELEMENTS = 2**29
+"""2 GiB: the matrix products of shorter chunks leave a GPU half idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ def row_tensors(row: PackedRow, *, device: torch.device | str) -> RowTensors:
     return RowTensors(
         token_ids_T=put(row.token_ids),
         position_ids_T=put(row.position_ids),
-        layout=build_layout(np.diff(row.cu_seqlens), device=device),
+        layout=build_layout(np.diff(row.cu_seqlens), row.parents, device=device),
         predictors_N=put(loss_tokens - 1),
         targets_N=put(row.token_ids[loss_tokens]),
         temperatures_N=put(row.temperatures[loss_tokens]),
@@ -59,18 +64,9 @@ def row_tensors(row: PackedRow, *, device: torch.device | str) -> RowTensors:
     )
 
 
-def token_logprobs(
-    model: PreTrainedModel, row: RowTensors, *, compute_dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(model: PreTrainedModel, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [N] log-probabilities of the loss tokens, and the entropies (without gradient) beside them."""
-    device_type = row.token_ids_T.device.type
-    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=compute_dtype == torch.bfloat16):
-        hidden_TH = model.get_decoder()(
-            input_ids=row.token_ids_T[None],
-            position_ids=row.position_ids_T[None],
-            use_cache=False,
-            packed_layout=row.layout,
-        ).last_hidden_state[0]
+    hidden_TH = decoder_output(model, row)
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(
@@ -83,8 +79,24 @@ def token_logprobs(
         row.targets_N,
         row.temperatures_N,
         getattr(model.config, "final_logit_softcapping", None),
-        max(CHUNK_ELEMENTS // head.weight.shape[0], 1),
+        chunk_tokens(head.weight),
     )
+
+
+def decoder_output(model: PreTrainedModel, row: RowTensors) -> torch.Tensor:
+    """[T, H], what the head reads."""
+    return model.get_decoder()(
+        input_ids=row.token_ids_T[None],
+        position_ids=row.position_ids_T[None],
+        use_cache=False,
+        packed_layout=row.layout,
+    ).last_hidden_state[0]
+
+
+def chunk_tokens(weight_VH: torch.Tensor) -> int:
+    """Tokens whose logits are held at once."""
+    elements = GPU_CHUNK_ELEMENTS if weight_VH.is_cuda else CHUNK_ELEMENTS
+    return max(elements // weight_VH.shape[0], 1)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -104,13 +116,12 @@ class _HeadLogprobs(torch.autograd.Function):
         num_tokens = hidden_NH.shape[0]
         logprobs_N = hidden_NH.new_empty(num_tokens, dtype=torch.float32)
         entropy_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        token_values = _fused(_token_values, hidden_NH.device.type)
         for chunk in _chunks(num_tokens, chunk_tokens):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, bias_V, softcap)[0]
-            logits_CV /= temperatures_N[chunk, None]
-            normaliser_N[chunk] = logits_CV.logsumexp(-1)
-            logprobs_N[chunk] = logits_CV.gather(1, targets_N[chunk, None])[:, 0] - normaliser_N[chunk]
-            probs_CV = (logits_CV - normaliser_N[chunk, None]).exp_()
-            entropy_N[chunk] = normaliser_N[chunk] - probs_CV.mul_(logits_CV).sum(-1)
+            normaliser_N[chunk], logprobs_N[chunk], entropy_N[chunk] = token_values(
+                logits_CV, targets_N[chunk], temperatures_N[chunk]
+            )
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, normaliser_N)
         ctx.softcap, ctx.chunk_tokens = softcap, chunk_tokens
         ctx.mark_non_differentiable(entropy_N)
@@ -124,20 +135,17 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        logit_gradient = _fused(_logit_gradient, hidden_NH.device.type)
         for chunk in _chunks(hidden_NH.shape[0], ctx.chunk_tokens):
             logits_CV, slope_CV = _logits(hidden_NH[chunk], weight_VH, bias_V, ctx.softcap)
-            temperature_C1 = temperatures_N[chunk, None]
-            scale_C1 = grad_N[chunk, None] / temperature_C1
-            grad_CV = (logits_CV.div_(temperature_C1) - normaliser_N[chunk, None]).exp_().mul_(-scale_C1)
-            grad_CV.scatter_add_(1, targets_N[chunk, None], scale_C1)
-            if slope_CV is not None:
-                grad_CV *= slope_CV
-            hidden_CH = hidden_NH[chunk].float()
-            with _float32(hidden_CH):
-                grad_hidden_NH[chunk] = (grad_CV @ weight_VH.float()).to(hidden_NH.dtype)
-                grad_weight_VH.addmm_(grad_CV.T, hidden_CH)
+            grad_CV = logit_gradient(
+                logits_CV, slope_CV, targets_N[chunk], temperatures_N[chunk], normaliser_N[chunk], grad_N[chunk],
+                hidden_NH.dtype,
+            )  # fmt: skip
+            grad_hidden_NH[chunk] = head_input_gradient(grad_CV, weight_VH)
+            add_head_weight_gradient(grad_weight_VH, grad_CV, hidden_NH[chunk])
             if grad_bias_V is not None:
-                grad_bias_V += grad_CV.sum(0)
+                grad_bias_V += grad_CV.float().sum(0)
         grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None
 
@@ -150,8 +158,7 @@ def _logits(
     hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Capped float32 logits, and the slope of the cap (None without one)."""
-    with _float32(hidden_CH):
-        logits_CV = hidden_CH.float() @ weight_VH.float().T
+    logits_CV = head_logits(hidden_CH, weight_VH)
     if bias_V is not None:
         logits_CV += bias_V.float()
     if softcap is None:
@@ -160,5 +167,43 @@ def _logits(
     return tanh_CV * softcap, 1 - tanh_CV.square()
 
 
-def _float32(like: torch.Tensor) -> torch.autocast:
-    return torch.autocast(like.device.type, enabled=False)
+def _token_values(
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, temperatures_C: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normaliser, log-probability of the target and entropy of every token."""
+    logits_CV = logits_CV / temperatures_C[:, None]
+    normaliser_C = logits_CV.logsumexp(-1)
+    logprobs_C = logits_CV.gather(1, targets_C[:, None])[:, 0] - normaliser_C
+    probs_CV = (logits_CV - normaliser_C[:, None]).exp_()
+    return normaliser_C, logprobs_C, normaliser_C - probs_CV.mul_(logits_CV).sum(-1)
+
+
+def _logit_gradient(
+    logits_CV: torch.Tensor,
+    slope_CV: torch.Tensor | None,
+    targets_C: torch.Tensor,
+    temperatures_C: torch.Tensor,
+    normaliser_C: torch.Tensor,
+    grad_C: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Gradient of the uncapped logits in ``dtype``."""
+    temperature_C1 = temperatures_C[:, None]
+    scale_C1 = grad_C[:, None] / temperature_C1
+    grad_CV = (logits_CV / temperature_C1 - normaliser_C[:, None]).exp_().mul_(-scale_C1)
+    if torch.compiler.is_compiling():
+        # The same sum where the scatter would be a second pass over the chunk.
+        ids_V = torch.arange(grad_CV.shape[1], device=grad_CV.device)
+        grad_CV = torch.where(ids_V == targets_C[:, None], grad_CV + scale_C1, grad_CV)
+    else:
+        grad_CV.scatter_add_(1, targets_C[:, None], scale_C1)
+    if slope_CV is not None:
+        grad_CV *= slope_CV
+    return grad_CV.to(dtype)
+
+
+@cache
+def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """On a GPU each function is one or two passes over its chunk instead of a dozen. The vocabulary stays a
+    constant of the compiled code; a chunk of another length makes its length a variable."""
+    return torch.compile(function) if device_type == "cuda" else function

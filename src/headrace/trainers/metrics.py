@@ -9,6 +9,7 @@ Legend: N loss tokens of a row, S its sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,7 +74,11 @@ def _behavior_metrics(records: Sequence[RowRecord]) -> dict[str, float]:
     }
     if bool(fresh_N.any()):
         mismatch = gap_N[fresh_N].abs()
-        metrics |= {"mismatch_mean": _mean(mismatch), "mismatch_max": float(mismatch.max())}
+        metrics |= {
+            "mismatch_mean": _mean(mismatch),
+            "mismatch_p99": float(mismatch.kthvalue(math.ceil(0.99 * mismatch.numel())).values),
+            "mismatch_max": float(mismatch.max()),
+        }
     return metrics
 
 

@@ -36,10 +36,11 @@ def train_rows(
     aggregation: Aggregation,
     max_tokens: int | None,
     row_tokens: int,
+    share_prefixes: bool,
     device: torch.device,
 ) -> list[TrainRow]:
     """Rows of at most ``row_tokens`` tokens; one without loss tokens is left out."""
-    packed = pack(samples, row_tokens=row_tokens)
+    packed = pack(samples, row_tokens=row_tokens, share_prefixes=share_prefixes)
     counts = np.zeros(len(samples), dtype=np.int64)
     for row in packed:
         counts[row.sample_index] = np.bincount(row.sequence[row.loss_mask], minlength=row.num_sequences)

@@ -4,8 +4,10 @@ In: a causal language model and ``TrainBatch`` objects in order. Out: ``StepResu
 checkpoints. Every token of an optimizer step is weighed by one normaliser, counted before the first
 backward, so rows may be cut in any way; gradients accumulate over the rows and the optimizer moves once
 per minibatch. A step that is not finite is never applied: it raises, or is skipped and says so, and the
-version advances either way. Master weights are float32; bf16 concerns the computation only. Dropout is
-off, since the policy that is trained must be the one that was sampled from.
+version advances either way. ``model`` holds float32 weights, ``policy`` is what is computed and published:
+the same model in float32, a copy in bf16. On a GPU the policy's layers are compiled, and those that do
+not fit into memory are recomputed in the backward. Dropout is off, since the policy that is trained must
+be the one that was sampled from.
 
 Every moment is charged to the ledger: forward-backward, optimizer, publishing, checkpoint, else
 waiting-for-batch.
@@ -13,7 +15,6 @@ waiting-for-batch.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,16 +29,17 @@ from headrace.algos.aggregation import Aggregation, check_aggregation
 from headrace.algos.corrections import CorrectionName, LossName
 from headrace.algos.kl import KLName
 from headrace.errors import ConfigError, InvariantError, TrainingError
-from headrace.models.packed_attention import use_packed_attention
+from headrace.models.tensors import to_blobs
 from headrace.protocols import WeightSender
 from headrace.timekeeping import TimeLedger
+from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
 from headrace.trainers.forward_check import check_forward
 from headrace.trainers.logprobs import token_logprobs
+from headrace.trainers.master_weights import MasterWeights, compute_copy
 from headrace.trainers.metrics import RowRecord, step_metrics
 from headrace.trainers.objective import Objective
 from headrace.trainers.optim import Schedule, build_adamw, check_schedule, rate_factor, set_learning_rate
-from headrace.trainers.publication import published_blobs
 from headrace.trainers.rows import TrainRow, train_rows
 from headrace.types import StepResult, TrainBatch, WeightManifest
 
@@ -76,10 +78,13 @@ class TorchTrainer:
         minibatches: int = 1,
         on_nonfinite: Literal["stop", "skip"] = "stop",
         compute_dtype: ComputeDtype = "fp32",
+        share_prefixes: bool | None = None,
+        eager: bool = False,
     ) -> None:
         """``model`` is taken over: it is moved to float32 and to packed attention. ``compute_dtype`` is what
-        it is computed and published in. ``max_tokens`` is the
-        constant of aggregation ``seq-mean-token-sum-norm``; ``grad_clip`` None clips nothing."""
+        it is computed and published in. ``max_tokens`` is the constant of aggregation
+        ``seq-mean-token-sum-norm``; ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt
+        once for all attempts at it (None: on a GPU); ``eager`` compiles nothing, for debugging."""
         self.objective = Objective(
             loss=loss,
             correction=correction,
@@ -92,26 +97,26 @@ class TorchTrainer:
         )
         check_aggregation(aggregation, max_tokens=max_tokens)
         check_schedule(schedule, warmup_steps=warmup_steps, total_steps=total_steps)
-        if (
-            minibatches < 1
-            or row_tokens < 1
-            or learning_rate < 0
-            or (grad_clip is not None and grad_clip <= 0)
-        ):
-            raise ConfigError(
-                "minibatches and row_tokens must be at least 1, learning_rate at least 0, grad_clip None or "
-                f"above 0, not {minibatches}, {row_tokens}, {learning_rate} and {grad_clip}"
-            )
+        _check_numbers(minibatches, row_tokens, learning_rate, grad_clip)
         self._aggregation, self._max_tokens = aggregation, max_tokens
         self._learning_rate, self._warmup_steps = learning_rate, warmup_steps
         self._schedule, self._total_steps = schedule, total_steps
         self._grad_clip, self._row_tokens, self._minibatches = grad_clip, row_tokens, minibatches
-        self._on_nonfinite, self._compute_dtype = on_nonfinite, _DTYPES[compute_dtype]
+        self._on_nonfinite = on_nonfinite
         self._sender, self.ledger, self._tokenizer_dir = sender, ledger, tokenizer_dir
         self.model = model.to(torch.float32).eval()
         check_forward(self.model)
-        use_packed_attention(self.model)
-        self._reference = _frozen_copy(self.model) if self.objective.needs_reference else None
+        self._masters = MasterWeights(self.model, _DTYPES[compute_dtype])
+        self.policy = self._masters.policy
+        if self.policy is not self.model:
+            check_forward(self.policy)
+        needs_reference = self.objective.needs_reference
+        self._reference = compute_copy(self.policy, self.policy.dtype) if needs_reference else None
+        on_gpu = self.model.device.type == "cuda"
+        self._share_prefixes = on_gpu if share_prefixes is None else share_prefixes
+        self.blocks = DecoderBlocks(self.policy, compiled=on_gpu and not eager)
+        if self._reference is not None:
+            DecoderBlocks(self._reference, compiled=on_gpu and not eager)
         self.optimizer = build_adamw(
             self.model, learning_rate=learning_rate, betas=betas, weight_decay=weight_decay
         )
@@ -132,10 +137,10 @@ class TorchTrainer:
         norms: list[float] = []
         skipped: str | None = None
         with self.ledger.activity("forward-backward"):
-            minibatches = self._prepare(batch)
+            minibatches = self.prepare(batch)
             for index, rows in enumerate(minibatches):
                 part = f"minibatch {index + 1} of {len(minibatches)}: " if len(minibatches) > 1 else ""
-                recorded = self._accumulate(rows, before_update=index == 0)
+                recorded = self.accumulate(rows, before_update=index == 0)
                 records += recorded
                 norm, reason = self._update(recorded)
                 norms.append(norm)
@@ -163,7 +168,7 @@ class TorchTrainer:
                 f"publish: version {version} was asked for, but the weights are {self.version}"
             )
         with self.ledger.activity("publishing"):
-            return self._sender.send(version, published_blobs(self.model, self._compute_dtype))
+            return self._sender.send(version, to_blobs(self.policy))
 
     def retire(self, version: int) -> None:
         self._sender.retire(version)
@@ -184,13 +189,14 @@ class TorchTrainer:
             position = load_state(
                 directory, model=self.model, optimizer=self.optimizer, reference=self._reference
             )
+            self._masters.refresh()
         self.version, self.num_steps = position.version, position.step
         return self.version
 
     def close(self) -> None:
         self._sender.close()
 
-    def _prepare(self, batch: TrainBatch) -> list[list[TrainRow]]:
+    def prepare(self, batch: TrainBatch) -> list[list[TrainRow]]:
         """The rows of each minibatch, with prox and reference log-probabilities where the loss needs them."""
         num_parts = max(min(self._minibatches, len(batch.samples)), 1)
         parts = [
@@ -200,6 +206,7 @@ class TorchTrainer:
                 aggregation=self._aggregation,
                 max_tokens=self._max_tokens,
                 row_tokens=self._row_tokens,
+                share_prefixes=self._share_prefixes,
                 device=self.model.device,
             )
             for indices in np.array_split(np.arange(len(batch.samples)), num_parts)
@@ -216,19 +223,26 @@ class TorchTrainer:
         if row.inputs.ref_logprobs_N is not None:
             return row
         assert self._reference is not None
-        logprobs_N, _ = token_logprobs(self._reference, row.tensors, compute_dtype=self._compute_dtype)
+        logprobs_N, _ = token_logprobs(self._reference, row.tensors)
         return replace(row, inputs=replace(row.inputs, ref_logprobs_N=logprobs_N))
 
     @torch.no_grad()
     def _with_prox(self, row: TrainRow) -> TrainRow:
-        logprobs_N, _ = token_logprobs(self.model, row.tensors, compute_dtype=self._compute_dtype)
+        logprobs_N, _ = token_logprobs(self.policy, row.tensors)
         return replace(row, inputs=replace(row.inputs, prox_logprobs_N=logprobs_N))
 
-    def _accumulate(self, rows: Sequence[TrainRow], *, before_update: bool) -> list[RowRecord]:
-        """Add the gradients of every row."""
+    def accumulate(
+        self, rows: Sequence[TrainRow], *, before_update: bool, update_follows: bool = True
+    ) -> list[RowRecord]:
+        """Add the gradients of every row to the model's. Where no update follows, the memory of the
+        optimizer's moments need not be kept free."""
+        self.blocks.fit(
+            max((row.tensors.token_ids_T.numel() for row in rows), default=0),
+            reserved_bytes=bytes_of_a_step(self.model, self.optimizer if update_follows else None),
+        )
         records = []
         for row in rows:
-            logprobs_N, entropy_N = token_logprobs(self.model, row.tensors, compute_dtype=self._compute_dtype)
+            logprobs_N, entropy_N = token_logprobs(self.policy, row.tensors)
             outcome = self.objective(logprobs_N, row.inputs)
             outcome.loss.backward()
             self.num_tokens += int(row.tensors.token_ids_T.numel())
@@ -245,10 +259,11 @@ class TorchTrainer:
 
     def _update(self, records: Sequence[RowRecord]) -> tuple[float, str | None]:
         """Move the weights; returns the gradient norm, and why nothing moved (None: it did)."""
+        # Waits for a GPU to finish the backward, so that its time is not charged to the optimizer.
+        loss = float(sum(record.outcome.loss.detach() for record in records))
         with self.ledger.activity("optimizer"):
             if not records:
                 return 0.0, "no loss tokens"
-            loss = float(sum(record.outcome.loss.detach() for record in records))
             limit = math.inf if self._grad_clip is None else self._grad_clip
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
             reason = None
@@ -258,8 +273,19 @@ class TorchTrainer:
                 reason = f"the gradient norm is not finite ({norm})"
             else:
                 self.optimizer.step()
+                self._masters.refresh()
             self.optimizer.zero_grad(set_to_none=True)
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)
             return norm, reason
+
+
+def _check_numbers(minibatches: int, row_tokens: int, learning_rate: float, grad_clip: float | None) -> None:
+    if minibatches < 1 or row_tokens < 1 or learning_rate < 0 or (grad_clip is not None and grad_clip <= 0):
+        raise ConfigError(
+            "minibatches and row_tokens must be at least 1, learning_rate at least 0, grad_clip None or "
+            f"above 0, not {minibatches}, {row_tokens}, {learning_rate} and {grad_clip}"
+        )
 
 
 def _check_batch(batch: TrainBatch, *, version: int, num_steps: int) -> None:
@@ -277,9 +303,3 @@ def _check_batch(batch: TrainBatch, *, version: int, num_steps: int) -> None:
             )
         if sample.temperature <= 0:
             raise TrainingError(f"{name}: temperature 0 leaves nothing to train on; set temperature above 0")
-
-
-def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    frozen = copy.deepcopy(model)
-    frozen.requires_grad_(False)
-    return frozen

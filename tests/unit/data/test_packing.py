@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -85,3 +87,63 @@ def test_reference_logprobs_are_carried_only_when_complete() -> None:
 def test_impossible_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="row_tokens"):
         pack([], row_tokens=0)
+
+
+def attempt(group: int, number: int, prompt: int, sampled: int) -> Sample:
+    base = sample(1000 * group + number, prompt + sampled)
+    token_ids = np.concatenate([np.arange(prompt) + 7 * group, base.token_ids[prompt:]]).astype(np.int32)
+    loss_mask = np.arange(prompt + sampled) >= prompt
+    return replace(base, group=group, attempt=number, token_ids=token_ids, loss_mask=loss_mask)
+
+
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 20), st.lists(st.integers(1, 12), min_size=1, max_size=5)), max_size=6
+    ),
+    row_tokens=st.integers(1, 80),
+)
+def test_shared_prefixes_change_where_tokens_lie_and_nothing_else(
+    groups: list[tuple[int, list[int]]], row_tokens: int
+) -> None:
+    samples = [
+        attempt(group, number, prompt, length)
+        for group, (prompt, lengths) in enumerate(groups)
+        for number, length in enumerate(lengths)
+    ]
+    rows = pack(samples, row_tokens=row_tokens, share_prefixes=True)
+    assert sorted(int(i) for row in rows for i in row.sample_index) == list(range(len(samples)))
+    for row in rows:
+        num_prefixes = len(row.parents) - row.num_sequences
+        assert row.num_tokens <= row_tokens or row.num_sequences == 1
+        assert (row.parents[:num_prefixes] == -1).all()
+        assert list(row.parents[num_prefixes:]) == sorted(row.parents[num_prefixes:], key=lambda p: p % 99)
+        for place, index in enumerate(row.sample_index):
+            tokens = sequence_tokens(row, num_prefixes + place)
+            original = samples[index]
+            assert np.array_equal(row.token_ids[tokens], original.token_ids)
+            assert np.array_equal(row.position_ids[tokens], np.arange(original.num_tokens))
+            assert np.array_equal(row.loss_mask[tokens][1:], original.loss_mask[1:])
+            assert (row.sequence[tokens][row.loss_mask[tokens]] == place).all()
+            own = tokens[row.loss_mask[tokens]] - 1
+            assert (own >= row.cu_seqlens[num_prefixes + place]).all()
+
+
+def sequence_tokens(row: PackedRow, segment: int) -> np.ndarray:
+    path = [segment] if row.parents[segment] < 0 else [int(row.parents[segment]), segment]
+    return np.concatenate([np.arange(row.cu_seqlens[s], row.cu_seqlens[s + 1]) for s in path])
+
+
+def test_a_group_too_large_for_a_row_is_split_and_repeats_its_prompt() -> None:
+    samples = [attempt(0, number, 11, 10) for number in range(4)]
+    rows = pack(samples, row_tokens=35, share_prefixes=True)
+    assert [row.num_tokens for row in rows] == [32, 32]
+    assert [list(row.parents) for row in rows] == [[-1, 0, 0], [-1, 0, 0]]
+
+
+def test_prefixes_that_save_next_to_nothing_are_not_shared() -> None:
+    samples = [attempt(0, number, 3, 97) for number in range(4)]
+    (row,) = pack(samples, row_tokens=1000, share_prefixes=True)
+    assert row.num_tokens == 400 and (row.parents == -1).all()
+    different = [replace(attempt(number, 0, 40, 5), group=0) for number in range(4)]
+    (row,) = pack(different, row_tokens=1000, share_prefixes=True)
+    assert row.num_tokens == 180

@@ -15,7 +15,9 @@ from headrace.models.tensors import load_blobs, named_tensors, to_blobs
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_logits_names_and_loading_are_as_before(tmp_path, family):
     model = make_tiny_model(tmp_path / "a", family=family, vocab_size=61, num_kv_heads=2, init_std=0.1)
-    other = make_tiny_model(tmp_path / "b", family=family, vocab_size=61, num_kv_heads=2, init_std=0.1, seed=1)
+    other = make_tiny_model(
+        tmp_path / "b", family=family, vocab_size=61, num_kv_heads=2, init_std=0.1, seed=1
+    )
     joined = copy.deepcopy(model)
     assert join_linears(joined) == 3 * model.config.num_hidden_layers
     assert named_tensors(joined).keys() == named_tensors(model).keys()

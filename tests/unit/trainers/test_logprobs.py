@@ -10,8 +10,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 from headrace.data.packing import pack
 from headrace.models.packed_attention import use_packed_attention
 from headrace.trainers import logprobs as module
-from headrace.trainers.logprobs import row_tensors, token_logprobs
-from headrace.types import Sample, TrainBatch
+from headrace.trainers.logprobs import decoder_output, row_tensors, token_logprobs
+from headrace.trainers.master_weights import MasterWeights
+from headrace.types import NO_KV, Sample, TrainBatch
 
 
 def plain(model: PreTrainedModel, samples: tuple[Sample, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,11 +104,80 @@ def test_bf16_computes_the_head_in_float32(
     model = make_model()
     samples = make_batch().samples
     expected, _ = plain(model, samples)
-    use_packed_attention(model)
+    policy = MasterWeights(model, torch.bfloat16).policy
+    use_packed_attention(policy)
     (row,) = pack(samples, row_tokens=10_000)
-    found, _ = token_logprobs(model, row_tensors(row, device="cpu"), compute_dtype=torch.bfloat16)
+    tensors = row_tensors(row, device="cpu")
+    found, _ = token_logprobs(policy, tensors)
     found.sum().backward()
     assert found.dtype == torch.float32
     gap = float((found - expected).detach().abs().max())
     assert 0 < gap < 0.1
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+    hidden = decoder_output(policy, tensors).detach()[tensors.predictors_N].float()
+    logits = hidden @ policy.lm_head.weight.detach().float().T / tensors.temperatures_N[:, None]
+    by_hand = logits.log_softmax(-1).gather(1, tensors.targets_N[:, None])[:, 0]
+    torch.testing.assert_close(found.detach(), by_hand, atol=1e-5, rtol=0)
+
+
+def group_samples(rng: np.random.Generator, group: int, prompt: int, sampled: list[int]) -> list[Sample]:
+    """Attempts at one task: one prompt, different completions."""
+    prompt_ids = rng.integers(0, 32, prompt)
+    samples = []
+    for attempt, length in enumerate(sampled):
+        num_tokens = prompt + length
+        samples.append(
+            Sample(
+                group=group,
+                attempt=attempt,
+                token_ids=np.concatenate([prompt_ids, rng.integers(0, 32, length)]).astype(np.int32),
+                loss_mask=np.arange(num_tokens) >= prompt,
+                behavior_logprobs=np.zeros(num_tokens, dtype=np.float32),
+                versions=np.zeros(num_tokens, dtype=np.int32),
+                advantages=np.zeros(num_tokens, dtype=np.float32),
+                temperature=1.0,
+                kv_versions=NO_KV,
+            )
+        )
+    return samples
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_shared_prompt_gives_the_values_and_gradients_of_an_unshared_one(
+    family: str, make_model: Callable[..., PreTrainedModel]
+) -> None:
+    """Gemma's windows reach back into the prompt, so positions and prefix must both be right."""
+    model = gemma2() if family == "gemma2" else make_model()
+    use_packed_attention(model)
+    rng = np.random.default_rng(0)
+    samples = [
+        *group_samples(rng, 0, 9, [4, 11, 1]),
+        *group_samples(rng, 1, 6, [5]),
+        *group_samples(rng, 2, 12, [7, 3, 3, 8]),
+        *group_samples(rng, 3, 1, [4, 2]),
+    ]
+    weights = {(s.group, s.attempt): torch.from_numpy(rng.normal(size=40)).float() for s in samples}
+
+    def run(share: bool) -> tuple[dict[tuple[int, int], torch.Tensor], dict[str, torch.Tensor], int]:
+        (row,) = pack(samples, row_tokens=10_000, share_prefixes=share)
+        tensors = row_tensors(row, device="cpu")
+        found, _ = token_logprobs(model, tensors)
+        values, total = {}, torch.zeros(())
+        for place, index in enumerate(row.sample_index):
+            key = (samples[index].group, samples[index].attempt)
+            values[key] = found[tensors.sequence_N == place]
+            total = total + (values[key] * weights[key][: values[key].numel()]).sum()
+        total.backward()
+        gradients = {name: p.grad.double() for name, p in model.named_parameters()}
+        model.zero_grad()
+        return values, gradients, row.num_tokens
+
+    values, gradients, num_tokens = run(share=False)
+    shared_values, shared_gradients, shared_tokens = run(share=True)
+    assert shared_tokens == num_tokens - 2 * 8 - 3 * 11
+    for key, value in values.items():
+        torch.testing.assert_close(shared_values[key], value, atol=1e-5, rtol=1e-5)
+    for name, gradient in gradients.items():
+        gap = float((shared_gradients[name] - gradient).norm() / gradient.norm())
+        assert gap < 1e-5, (name, gap)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from headrace.bench.train import Workload, random_samples
 from headrace.errors import CheckpointError, ConfigError, InvariantError, TrainingError
 from headrace.models.loading import make_tiny_model
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
@@ -115,8 +116,8 @@ def test_a_step_equals_a_plain_loop_with_adamw(
 
 
 def row_gradients(trainer: TorchTrainer, batch: TrainBatch) -> dict[str, torch.Tensor]:
-    for rows in trainer._prepare(batch):
-        trainer._accumulate(rows, before_update=True)
+    for rows in trainer.prepare(batch):
+        trainer.accumulate(rows, before_update=True)
     return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
@@ -133,10 +134,24 @@ def test_many_small_rows_give_the_gradients_of_one_big_row(
         torch.testing.assert_close(split[name], whole[name], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_a_shared_prompt_gives_the_gradients_of_an_unshared_one(loss: str, build: Build) -> None:
+    workload = Workload(num_groups=3, group_size=4, prompt_tokens=9, completion_tokens=5)
+    samples = tuple(random_samples(workload, vocab_size=32))
+    batch = TrainBatch(step=1, version=0, samples=samples)
+    settings = {"loss": loss, "row_tokens": 40, "clip_low": 0.5, "clip_high": 0.5}
+    trainers = [build(share_prefixes=share, **settings) for share in (False, True)]
+    plain, shared = (row_gradients(trainer, batch) for trainer in trainers)
+    assert [trainer.num_tokens for trainer in trainers] == [12 * 14, 3 * 8 + 12 * 6]
+    for name in plain:
+        gap = float((shared[name] - plain[name]).norm() / plain[name].norm())
+        assert gap < 1e-5, (name, gap)
+
+
 def test_prox_is_the_policy_before_the_first_minibatch(build: Build, make_batch: MakeBatch) -> None:
     trainer = build(loss="decoupled", minibatches=3)
     batch = make_batch(num_samples=6)
-    parts = trainer._prepare(batch)
+    parts = trainer.prepare(batch)
     assert [sum(row.inputs.num_sequences for row in rows) for rows in parts] == [2, 2, 2]
     found = torch.cat([row.inputs.prox_logprobs_N for rows in parts for row in rows])
     trainer.model.set_attn_implementation("eager")
@@ -176,6 +191,7 @@ def test_metrics_against_their_definitions(
     ess = sum(sequence_weights) ** 2 / sum(w * w for w in sequence_weights) / len(sequence_weights)
     expected = {
         "mismatch_mean": sum(fresh) / len(fresh),
+        "mismatch_p99": sorted(fresh)[math.ceil(0.99 * len(fresh)) - 1],
         "mismatch_max": max(fresh),
         "behavior_kl": sum(math.exp(g) - 1 - g for g in gaps) / len(gaps),
         "effective_samples": ess,

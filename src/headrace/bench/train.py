@@ -1,0 +1,268 @@
+"""Forward, backward and optimizer step of the trainer on one GPU, and how much of the chip they use.
+
+In: a model shape by name and a workload of groups. Out: seconds, tokens per second, model-FLOPs use and peak
+memory, with and without shared prefixes, each the median of several runs after a warm one. Model FLOPs are
+those of the tokens computed, counted once forward and twice backward, with nothing recomputed; the rate
+they are held against is that of a large bf16 matrix product in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import nn
+from transformers import PreTrainedModel
+
+from headrace.bench.shapes import SHAPES, create_random_model
+from headrace.data.packing import PackedRow, pack
+from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
+from headrace.trainers.blocks import decoder_layers
+from headrace.trainers.torch_trainer import TorchTrainer
+from headrace.types import NO_KV, Sample, TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Groups of attempts of equal lengths."""
+
+    num_groups: int = 64
+    group_size: int = 8
+    prompt_tokens: int = 256
+    completion_tokens: int = 512
+
+
+class NoSender:
+    """Weights go nowhere."""
+
+    def send(self, *_: Any) -> NoReturn:
+        raise NotImplementedError
+
+    def retire(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def run(
+    *,
+    shape: str = "qwen2-1.5b",
+    workload: Workload | None = None,
+    row_tokens: int = 16384,
+    repeats: int = 3,
+    optimizer: bool = True,
+    sharing: Sequence[bool] = (False, True),
+    eager: bool = False,
+    device: str = "cuda",
+) -> dict[str, Any]:
+    """All figures as plain numbers. Without ``optimizer`` only forward and backward are run, which leaves
+    the memory of its moments to large models."""
+    workload = workload or Workload()
+    rate = matmul_flops_per_s(device)
+    cases = []
+    for share in sharing:
+        model = create_random_model(shape, device=device)
+        case = measure(
+            model, workload, row_tokens=row_tokens, repeats=repeats, optimizer=optimizer, share=share,
+            eager=eager,
+        )  # fmt: skip
+        case["mfu"] = case["model_flops"] / case["forward_backward_s"] / rate
+        cases.append(case)
+        del model
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return {
+        "shape": shape,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "matmul_tflops": rate / 1e12,
+        "repeats": repeats,
+        **asdict(workload),
+        "cases": cases,
+    }
+
+
+def measure(
+    model: PreTrainedModel,
+    workload: Workload,
+    *,
+    row_tokens: int,
+    repeats: int,
+    optimizer: bool,
+    share: bool,
+    eager: bool = False,
+) -> dict[str, Any]:
+    """The figures of one model, which is used up."""
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    trainer = TorchTrainer(
+        model, sender=NoSender(), ledger=TimeLedger(TRAINER_ACTIVITIES), row_tokens=row_tokens,
+        compute_dtype="bf16", share_prefixes=share, eager=eager,
+    )  # fmt: skip
+    samples = random_samples(workload, vocab_size=model.get_input_embeddings().num_embeddings)
+    rows = pack(samples, row_tokens=row_tokens, share_prefixes=share)
+
+    def forward_backward() -> None:
+        for part in trainer.prepare(_batch(trainer, samples)):
+            trainer.accumulate(part, before_update=True, update_follows=optimizer)
+
+    def clear() -> None:
+        trainer.optimizer.zero_grad(set_to_none=True)
+
+    first_s, times = timed(forward_backward, repeats, on_gpu=on_gpu, between=clear)
+    clear()
+    figures: dict[str, Any] = {
+        "share_prefixes": share,
+        "num_tokens": sum(row.num_tokens for row in rows),
+        "num_rows": len(rows),
+        "row_tokens": row_tokens,
+        "first_s": first_s,
+        "forward_backward_s": statistics.median(times),
+        "forward_backward_runs_s": times,
+        "model_flops": model_flops(trainer.policy, rows),
+        "num_layers_recomputed": trainer.blocks.num_recomputed,
+    }
+    if optimizer:
+        _, times = timed(lambda: trainer.step(_batch(trainer, samples)), repeats, on_gpu=on_gpu)
+        figures |= {"step_s": statistics.median(times), "step_runs_s": times}
+    figures["rollout_tokens_per_s"] = (
+        sum(sample.num_tokens for sample in samples) / figures["forward_backward_s"]
+    )
+    if on_gpu:
+        figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        figures["peak_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+    return figures
+
+
+def _batch(trainer: TorchTrainer, samples: Sequence[Sample]) -> TrainBatch:
+    return TrainBatch(step=trainer.num_steps + 1, version=trainer.version, samples=tuple(samples))
+
+
+def timed(
+    call: Callable[[], object], repeats: int, *, on_gpu: bool, between: Callable[[], None] = lambda: None
+) -> tuple[float, list[float]]:
+    """Seconds of a first call, which compiles, and of ``repeats`` more."""
+    seconds = []
+    for _ in range(repeats + 1):
+        between()
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds[0], seconds[1:]
+
+
+def random_samples(workload: Workload, *, vocab_size: int, seed: int = 0) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    num_tokens = workload.prompt_tokens + workload.completion_tokens
+    loss_mask = np.arange(num_tokens) >= workload.prompt_tokens
+    samples = []
+    for group in range(workload.num_groups):
+        prompt = rng.integers(0, vocab_size, workload.prompt_tokens)
+        for attempt in range(workload.group_size):
+            completion = rng.integers(0, vocab_size, workload.completion_tokens)
+            samples.append(
+                Sample(
+                    group=group,
+                    attempt=attempt,
+                    token_ids=np.concatenate([prompt, completion]).astype(np.int32),
+                    loss_mask=loss_mask,
+                    behavior_logprobs=np.where(loss_mask, -math.log(vocab_size), 0).astype(np.float32),
+                    versions=np.where(loss_mask, 0, -1).astype(np.int32),
+                    advantages=np.where(loss_mask, rng.normal(), 0).astype(np.float32),
+                    temperature=1.0,
+                    kv_versions=NO_KV,
+                )
+            )
+    return samples
+
+
+def model_flops(model: PreTrainedModel, rows: Sequence[PackedRow]) -> float:
+    """A multiplication and an addition for each weight and token, and for each pair attention looks at
+    (scores and values), times three: once forward, twice backward. The head is run on loss tokens only."""
+    layers = decoder_layers(model)
+    linears = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tokens = sum(row.num_tokens for row in rows)
+    loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
+    pairs = sum(_attended_pairs(row) for row in rows)
+    body = 2.0 * tokens * sum(linear.weight.numel() for linear in linears)
+    head = 2.0 * loss_tokens * model.get_output_embeddings().weight.numel()
+    attention = 4.0 * pairs * config.num_attention_heads * head_dim * len(layers)
+    return 3 * (body + head + attention)
+
+
+def _attended_pairs(row: PackedRow) -> float:
+    lengths = np.diff(row.cu_seqlens)
+    prefixes = np.where(row.parents < 0, 0, lengths[row.parents])
+    return float((lengths * (lengths + 1) / 2 + lengths * prefixes).sum())
+
+
+def matmul_flops_per_s(device: str, repeats: int = 20) -> float:
+    """Of a square bf16 product of random matrices, the median."""
+    size = 8192 if device == "cuda" else 128
+    left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    _, seconds = timed(lambda: left @ right, repeats, on_gpu=device == "cuda")
+    return 2.0 * size**3 / statistics.median(seconds)
+
+
+def table(figures: Mapping[str, Any]) -> Table:
+    """The figures for people."""
+    title = (
+        f"{figures['shape']} on {figures['device']}: {figures['num_groups']} x {figures['group_size']} rollouts of "
+        f"{figures['prompt_tokens']} + {figures['completion_tokens']} tokens, median of {figures['repeats']}"
+    )
+    drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in (
+        "prompts",
+        "forward + backward",
+        "step",
+        "rollout tokens/s",
+        "model-FLOPs use",
+        "peak memory",
+    ):
+        drawn.add_column(name, justify="right")
+    for case in figures["cases"]:
+        drawn.add_row(
+            "shared" if case["share_prefixes"] else "repeated",
+            f"{case['forward_backward_s']:.2f} s",
+            f"{case['step_s']:.2f} s" if "step_s" in case else "-",
+            f"{case['rollout_tokens_per_s']:,.0f}",
+            f"{case['mfu']:.1%}",
+            f"{case['peak_gb']:.1f} GB" if "peak_gb" in case else "-",
+        )
+    return drawn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen2-1.5b")
+    parser.add_argument("--row-tokens", type=int, default=16384)
+    parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no-optimizer", action="store_true", help="forward and backward only")
+    options = parser.parse_args()
+    figures = run(
+        shape=options.shape, workload=Workload(num_groups=options.groups), row_tokens=options.row_tokens,
+        repeats=options.repeats,
+        optimizer=not options.no_optimizer,
+    )  # fmt: skip
+    print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

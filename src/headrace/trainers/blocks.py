@@ -1,0 +1,124 @@
+"""Decoder layers, compiled on a GPU and recomputed in the backward where memory asks for it.
+
+In: a model and the tokens of the longest row to come. Out: the same model, whose layers share one compiled
+graph for rows of any length, and of which the first few keep nothing but their input for the backward.
+How many follows from the bytes a short probe row leaves behind, and from the memory that is free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from headrace.data.packing import pack
+from headrace.trainers.forward_check import probe_sample
+from headrace.trainers.logprobs import chunk_tokens, decoder_output, row_tensors
+
+PROBE_TOKENS = 1024
+MAX_GRAPHS = 64
+USABLE_SHARE = 0.92
+"""Of the memory that is free; the rest is lost between blocks of memory of different sizes."""
+
+
+class DecoderBlocks:
+    """The layers of ``model``, whose forwards are replaced; its weights and their names stay."""
+
+    def __init__(self, model: PreTrainedModel, *, compiled: bool) -> None:
+        self.num_recomputed = 0
+        self._model = model
+        self._layers = decoder_layers(model)
+        self._bytes_per_token: float | None = None
+        if compiled:
+            _allow_graphs()
+        for index, layer in enumerate(self._layers):
+            forward = torch.compile(layer.forward, dynamic=True) if compiled else layer.forward
+            layer.forward = self._recomputing(index, forward)
+
+    def fit(self, num_tokens: int, *, reserved_bytes: int) -> None:
+        """Recompute as many layers as rows of ``num_tokens`` need on this GPU, and no more;
+        ``reserved_bytes`` are spoken for."""
+        if self._model.device.type != "cuda":
+            return
+        if self._bytes_per_token is None:
+            self._bytes_per_token = self._probe()
+        hidden_size = self._model.get_input_embeddings().embedding_dim
+        free_bytes = free_gpu_bytes(self._model.device) - reserved_bytes
+        self.num_recomputed = layers_to_recompute(
+            num_tokens,
+            num_layers=len(self._layers),
+            bytes_per_token=self._bytes_per_token,
+            input_bytes=hidden_size * self._model.dtype.itemsize,
+            free_bytes=USABLE_SHARE * free_bytes,
+        )
+
+    def _probe(self) -> float:
+        """Bytes that all layers together keep for the backward, per token."""
+        self.num_recomputed = 0
+        vocab_size = self._model.get_input_embeddings().num_embeddings
+        sample = probe_sample(np.arange(PROBE_TOKENS) % vocab_size)
+        (row,) = pack([sample], row_tokens=PROBE_TOKENS)
+        tensors = row_tensors(row, device=self._model.device)
+        decoder_output(self._model, tensors)  # compiles
+        before = torch.cuda.memory_allocated()
+        kept = decoder_output(self._model, tensors)
+        bytes_kept = torch.cuda.memory_allocated() - before
+        del kept
+        return bytes_kept / PROBE_TOKENS
+
+    def _recomputing(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if index >= self.num_recomputed or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        return call
+
+
+def _allow_graphs() -> None:
+    """An engine in this process compiles the same layers for its batch sizes; past the limit on the graphs
+    of one function, layers would silently run uncompiled."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    lists = [module for module in model.get_decoder().children() if isinstance(module, nn.ModuleList)]
+    return list(lists[0]) if lists else []
+
+
+def layers_to_recompute(
+    num_tokens: int, *, num_layers: int, bytes_per_token: float, input_bytes: float, free_bytes: float
+) -> int:
+    """``bytes_per_token`` is what all layers keep for a token, ``input_bytes`` what one layer's input takes."""
+    kept = bytes_per_token * num_tokens
+    if kept <= free_bytes or not num_layers:
+        return 0
+    layer = kept / num_layers
+    # A layer that is being recomputed needs its whole share once more.
+    saved = layer - input_bytes * num_tokens
+    return min(math.ceil((kept + layer - free_bytes) / saved), num_layers) if saved > 0 else num_layers
+
+
+def bytes_of_a_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer | None) -> int:
+    """What a step allocates besides activations: gradients, moments not yet there (None: there will be
+    none), and the head's chunks."""
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = sum(4 * weight.numel() for weight in weights)
+    moments = 0
+    if optimizer is not None:
+        moments = sum(8 * weight.numel() for weight in weights if weight not in optimizer.state)
+    head_VH = model.get_output_embeddings().weight
+    logits = 10 * chunk_tokens(head_VH) * head_VH.shape[0]
+    return gradients + moments + logits + 8 * head_VH.numel()
+
+
+def free_gpu_bytes(device: torch.device) -> int:
+    """Free on the device, or held by this process without use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

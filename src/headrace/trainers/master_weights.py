@@ -1,0 +1,77 @@
+"""Float32 weights that are trained, and the copy of them that is computed with and published.
+
+In: a float32 model. Out: the same model computed with in another dtype: a copy whose modules are its own,
+whose parameters are refreshed in place after every update, and whose gradients land in the float32
+model's. They are added up there in float32: a step has many rows, and in bf16 the later ones would be
+rounded away against the sum of those before. Buffers that are not saved (rotary tables) stay float32.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from headrace.models.tensors import named_tensors
+
+
+def compute_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy with its own weights in ``dtype``, without gradients. Tied weights stay tied."""
+    memo: dict[int, object] = {}
+    for tensor in named_tensors(model).values():
+        narrow = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(narrow, requires_grad=False) if is_parameter else narrow
+    twin = copy.deepcopy(model, memo)
+    twin.config.dtype = dtype
+    return twin
+
+
+class MasterWeights:
+    """``model`` holds the weights; ``policy`` is what is computed, the model itself in float32."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self.model = self.policy = model
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if dtype == torch.float32:
+            return
+        self.policy = compute_copy(model, dtype)
+        mirrors, masters = named_tensors(self.policy), named_tensors(model)
+        self._pairs = [(mirrors[name], masters[name]) for name in masters]
+        for mirror, master in self._pairs:
+            if master.requires_grad:
+                mirror.requires_grad_(True)
+                mirror.register_post_accumulate_grad_hook(_hand_over_to(master))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring the policy up to the model, in place: its addresses may be known elsewhere."""
+        if self._pairs:
+            mirrors, masters = zip(*self._pairs, strict=True)
+            torch._foreach_copy_(mirrors, masters)
+
+
+def _add(total: torch.Tensor, part: torch.Tensor) -> None:
+    total += part
+
+
+@cache
+def _add_on(device_type: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Compiled on a GPU, whose ready-made addition of two dtypes runs at half the memory's speed."""
+    return torch.compile(_add, dynamic=True) if device_type == "cuda" else _add
+
+
+def _hand_over_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def hand_over(mirror: torch.Tensor) -> None:
+        assert mirror.grad is not None
+        if master.grad is None:
+            master.grad = mirror.grad.float()
+        else:
+            _add_on(master.device.type)(master.grad.view(-1), mirror.grad.view(-1))
+        mirror.grad = None
+
+    return hand_over

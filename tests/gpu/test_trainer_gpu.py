@@ -1,0 +1,186 @@
+"""The trainer's GPU path against float32 references on fresh random inputs, by relative error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma2Config, PreTrainedModel, Qwen2Config
+
+from headrace.bench.shapes import build_random_model
+from headrace.bench.train import Workload, random_samples
+from headrace.data.packing import pack
+from headrace.models.packed_attention import use_packed_attention
+from headrace.models.shared_prefix import segment_attention, segment_bounds
+from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
+from headrace.trainers.blocks import DecoderBlocks
+from headrace.trainers.head import add_head_weight_gradient, head_input_gradient, head_logits
+from headrace.trainers.logprobs import row_tensors, token_logprobs
+from headrace.trainers.master_weights import MasterWeights
+from headrace.trainers.torch_trainer import TorchTrainer
+from headrace.types import TrainBatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+ROWS = {
+    "plain": ([300, 17, 129, 1], [-1] * 4),
+    "shared": ([130, 64, 200, 7, 128, 33, 90], [-1, -1, 0, 0, 0, 1, -1]),
+}
+
+
+def relative(found: torch.Tensor, right: torch.Tensor) -> float:
+    return float((found.double() - right.double()).norm() / right.double().norm())
+
+
+def masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], parents: list[int],
+    window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    segment = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).cuda()
+    parent = torch.tensor(parents).cuda()[segment]
+    order = torch.arange(len(segment), device="cuda")
+    gap = order[:, None] - order[None, :]
+    own = (segment[:, None] == segment[None, :]) & (gap >= 0) & (gap < (window or 10**9))
+    seen = own | (parent[:, None] == segment[None, :])
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+
+@pytest.mark.parametrize(
+    ("row", "window"), [("plain", None), ("plain", 20), ("shared", None)], ids=["plain", "window", "shared"]
+)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (12, 2, 128)])
+def test_attention_over_segments(row: str, window: int | None, heads: int, kv_heads: int, size: int) -> None:
+    lengths, parents = ROWS[row]
+    inputs = [
+        torch.randn(sum(lengths), n, size, device="cuda").to(torch.bfloat16).requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    ]
+    weights = torch.randn(sum(lengths), heads, size, device="cuda").to(torch.bfloat16)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    right = masked_attention(*wide, lengths, parents, window)
+    right_grads = torch.autograd.grad((right * weights).sum(), wide)
+    bounds = segment_bounds(lengths, parents, device="cuda")
+    found = segment_attention(*inputs, bounds, scale=size**-0.5, window=window)
+    assert relative(found, right) < 1e-2
+    for grad, right_grad in zip(torch.autograd.grad(found, inputs, weights), right_grads, strict=True):
+        assert relative(grad, right_grad) < 1e-2
+
+
+def test_head_products() -> None:
+    hidden, weight = (torch.randn(n, 64, device="cuda").to(torch.bfloat16) for n in (100, 1000))
+    grad = torch.randn(100, 1000, device="cuda").to(torch.bfloat16)
+    logits = head_logits(hidden, weight)
+    assert logits.dtype == torch.float32
+    assert relative(logits, hidden.double() @ weight.double().T) < 1e-6
+    assert relative(head_input_gradient(grad, weight), grad.double() @ weight.double()) < 1e-2
+    total = torch.randn(1000, 64, device="cuda")
+    right = total.double() + grad.double().T @ hidden.double()
+    add_head_weight_gradient(total, grad, hidden)
+    assert relative(total, right) < 1e-6
+
+
+def small_model(family: str = "qwen2") -> PreTrainedModel:
+    if family == "gemma2":
+        config = Gemma2Config(
+            vocab_size=500, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=16,
+            attn_logit_softcapping=20.0, final_logit_softcapping=20.0, initializer_range=0.06,
+        )  # fmt: skip
+        return build_random_model(config, device="cuda", dtype=torch.float32)
+    config = Qwen2Config(
+        vocab_size=500, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.06,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return build_random_model(config, device="cuda", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "share", "compiled"),
+    [
+        ("qwen2", False, False),
+        ("qwen2", True, False),
+        ("qwen2", False, True),
+        ("qwen2", True, True),
+        ("gemma2", True, True),
+    ],
+)
+def test_values_and_gradients_follow_the_float32_reference(family: str, share: bool, compiled: bool) -> None:
+    model = small_model(family)
+    samples = random_samples(
+        Workload(num_groups=3, group_size=4, prompt_tokens=40, completion_tokens=25), vocab_size=500
+    )
+    (row,) = pack(samples, row_tokens=10_000, share_prefixes=share)
+    tensors = row_tensors(row, device="cuda")
+    reference = MasterWeights(model, torch.bfloat16)
+    use_packed_attention(model)
+    right, _ = token_logprobs(model, tensors)
+    weights = torch.randn_like(right)
+    (right * weights).sum().backward()
+    right_grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    use_packed_attention(reference.policy)
+    blocks = DecoderBlocks(reference.policy, compiled=compiled)
+    for num_recomputed in (0, 2):
+        blocks.num_recomputed = num_recomputed
+        found, _ = token_logprobs(reference.policy, tensors)
+        (found * weights).sum().backward()
+        assert float((found - right).abs().mean()) < 0.02
+        for name, parameter in model.named_parameters():
+            assert relative(parameter.grad, right_grads[name]) < 0.06, name
+        model.zero_grad()
+
+
+class NoSender:
+    def send(self, *_: Any) -> NoReturn:
+        raise NotImplementedError
+
+    def retire(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_checkpoint_restores_weights_moments_and_policy(tmp_path: Path) -> None:
+    samples = random_samples(
+        Workload(num_groups=2, group_size=4, prompt_tokens=20, completion_tokens=10), vocab_size=500
+    )
+
+    def build() -> TorchTrainer:
+        ledger = TimeLedger(TRAINER_ACTIVITIES)
+        return TorchTrainer(
+            small_model(),
+            sender=NoSender(),
+            ledger=ledger,
+            compute_dtype="bf16",
+            learning_rate=1e-3,
+            eager=True,
+        )
+
+    first, second = build(), build()
+    for step in (1, 2):
+        fresh = [replace(s, versions=np.where(s.loss_mask, step - 1, -1).astype(np.int32)) for s in samples]
+        result = first.step(TrainBatch(step=step, version=step - 1, samples=tuple(fresh)))
+        assert (
+            result.skipped is None and 0 < result.metrics["mismatch_mean"] <= result.metrics["mismatch_p99"]
+        )
+    first.save(tmp_path)
+    assert second.load(tmp_path) == 2
+    for one, other in ((first.model, second.model), (first.policy, second.policy)):
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, other.state_dict()[name]), name
+    states = zip(first.model.parameters(), second.model.parameters(), strict=True)
+    for mine, other in states:
+        for key, value in first.optimizer.state[mine].items():
+            assert torch.equal(value, second.optimizer.state[other][key])

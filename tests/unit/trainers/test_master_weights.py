@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
+from headrace.trainers.master_weights import MasterWeights, compute_copy
+from headrace.trainers.torch_trainer import TorchTrainer
+from headrace.types import TrainBatch
+
+MakeModel = Callable[..., PreTrainedModel]
+
+
+def test_in_float32_there_is_one_model(make_model: MakeModel) -> None:
+    model = make_model()
+    masters = MasterWeights(model, torch.float32)
+    assert masters.policy is model
+    masters.refresh()
+
+
+def test_a_copy_is_narrow_tied_and_keeps_its_rotary_table(make_model: MakeModel) -> None:
+    model = make_model()
+    twin = compute_copy(model, torch.bfloat16)
+    assert {p.dtype for p in twin.parameters()} == {torch.bfloat16}
+    assert twin.lm_head.weight is twin.model.embed_tokens.weight
+    table = twin.model.rotary_emb.inv_freq
+    assert table.dtype == torch.float32 and torch.equal(table, model.model.rotary_emb.inv_freq)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert twin.config is not model.config
+
+
+def test_gradients_of_many_rows_add_up_in_float32(make_model: MakeModel) -> None:
+    model = make_model()
+    policy = MasterWeights(model, torch.bfloat16).policy
+    weight = policy.model.norm.weight
+    # Beside 1 a share of 1 / 1024 is lost in bf16.
+    for share in [1.0] + 8 * [2.0**-10]:
+        (weight * share).sum().backward()
+    assert weight.grad is None
+    assert torch.equal(model.model.norm.weight.grad, torch.full((32,), 1 + 8 * 2.0**-10))
+
+
+def test_the_policy_follows_the_weights_in_place(make_model: MakeModel) -> None:
+    model = make_model()
+    masters = MasterWeights(model, torch.bfloat16)
+    addresses = [p.data_ptr() for p in masters.policy.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25)
+    masters.refresh()
+    assert [p.data_ptr() for p in masters.policy.parameters()] == addresses
+    for mine, other in zip(masters.policy.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, other.to(torch.bfloat16))
+
+
+def test_bf16_resumes_bit_exactly(
+    tmp_path: Path, make_model: MakeModel, make_batch: Callable[..., TrainBatch], sender: Any
+) -> None:
+    def build(seed: int = 0) -> TorchTrainer:
+        return TorchTrainer(
+            make_model(seed=seed),
+            sender=sender,
+            ledger=TimeLedger(TRAINER_ACTIVITIES),
+            learning_rate=1e-3,
+            compute_dtype="bf16",
+            kl="k2",
+            kl_coef=0.05,
+        )
+
+    straight, first, second = build(), build(), build(seed=9)
+    for step in (1, 2, 3, 4):
+        straight.step(make_batch(step))
+    for step in (1, 2):
+        first.step(make_batch(step))
+    first.save(tmp_path)
+    assert second.load(tmp_path) == 2
+    for step in (3, 4):
+        second.step(make_batch(step))
+    for one, other in ((second.model, straight.model), (second.policy, straight.policy)):
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+def test_small_updates_are_kept_though_bf16_cannot_show_them(
+    make_model: MakeModel, make_batch: Callable[..., TrainBatch], sender: Any
+) -> None:
+    ledger = TimeLedger(TRAINER_ACTIVITIES)
+    trainer = TorchTrainer(
+        make_model(), sender=sender, ledger=ledger, learning_rate=1e-5, compute_dtype="bf16"
+    )
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    seen = {name: tensor.clone() for name, tensor in trainer.policy.state_dict().items()}
+    trainer.step(make_batch(1))
+    moved = [float((trainer.model.state_dict()[n] != t).float().mean()) for n, t in before.items()]
+    shown = [float((trainer.policy.state_dict()[n] != t).float().mean()) for n, t in seen.items()]
+    assert np.mean(moved) > 0.9 > 0.2 > np.mean(shown)
