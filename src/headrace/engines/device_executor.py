@@ -26,7 +26,7 @@ from headrace.engines.plain_executor import sampler_rows
 from headrace.engines.sampler import Drawn, sample
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
-from headrace.models.tensors import load_blobs
+from headrace.models.tensors import load_into, named_tensors
 from headrace.types import TensorBlob
 
 
@@ -78,7 +78,7 @@ class DeviceExecutor:
         prepared = prepare(model, limits, compiled=compiled, progress=progress)
         self.num_blocks, self.limit_tokens = prepared.num_blocks, prepared.limit_tokens
         self.table = SlotTable(max_running, block_size)
-        self._model = model
+        self._weights = named_tensors(model)
         self._device = model.device
         self._prefill_tokens = prefill_tokens
         self._passes = prepared.passes
@@ -118,7 +118,7 @@ class DeviceExecutor:
         return logprobs
 
     def load(self, blobs: Iterable[TensorBlob]) -> None:
-        load_blobs(self._model, blobs)
+        load_into(self._weights, blobs)
 
     def _bring_known_tokens(self, slots: np.ndarray) -> None:
         """A row whose token is booked may never have drawn here: the last row of a prompt, for one."""

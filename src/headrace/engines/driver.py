@@ -97,8 +97,11 @@ class EngineDriver:
 
     async def apply(self, manifest: WeightManifest) -> int:
         self._ensure_alive()
+        # Reading and verifying takes long and needs nothing of the engine: it goes on stepping, if it may.
+        blobs = await asyncio.to_thread(lambda: list(self._receiver.receive(manifest)))
+        self._ensure_alive()
         with self._ledger.activity("paused-for-weights"):
-            self._core.apply(manifest.version, self._receiver.receive(manifest))
+            self._core.apply(manifest.version, blobs)
         self._resume()
         return self._core.version
 

@@ -52,9 +52,8 @@ class CudaIpcSender:
         tensors = list(blobs)
         slots, num_bytes = lay_out(tensors)
         buffer = self._take(num_bytes, _device_of(tensors))
-        for slot, tensor in zip(slots, tensors, strict=True):
-            source: Any = tensor.data
-            buffer.bytes[slot.offset : slot.offset + slot.num_bytes].copy_(source, non_blocking=True)
+        shares = [buffer.bytes[slot.offset : slot.offset + slot.num_bytes] for slot in slots]
+        torch._foreach_copy_(shares, [tensor.data for tensor in tensors])
         checksum = device_digest(version, slots, buffer.bytes[:num_bytes])
         self.retire(version)
         self._live[version] = buffer
