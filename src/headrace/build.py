@@ -34,6 +34,7 @@ from headrace.weights.transports import TransportReceiver, weight_sender
 
 Reward = str | Callable[..., Any]
 
+_ROW_TOKENS = {"cpu": 4096, "cuda": 8192}
 _SHARE_ALONE = 0.9
 _SHARE_BESIDE_TRAINER = 0.4
 
@@ -198,6 +199,12 @@ def device(name: str) -> str:
     return name
 
 
+def dtype(settings: Settings) -> str:
+    if settings.model.dtype == "auto":
+        return "bfloat16" if device(settings.model.device) == "cuda" else "float32"
+    return settings.model.dtype
+
+
 def engine_role(told: Mapping[str, Any]) -> Engine:
     """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update."""
     quieten()
@@ -207,7 +214,7 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
 
     ledger, name = TimeLedger(ENGINE_ACTIVITIES), told.get("name", "engine-0")
     settings = from_dict(told["settings"], training=False)
-    model = load_model(told["model"], dtype=settings.model.dtype, device=device(settings.model.device))
+    model = load_model(told["model"], dtype=dtype(settings), device=device(settings.model.device))
     e = settings.engine
     core = torch_engine(
         model,
@@ -217,7 +224,7 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
         block_size=e.block_size,
         kv_tokens=e.kv_tokens,
         prefill_tokens=e.prefill_tokens,
-        compiled=not e.eager,
+        compiled=not settings.model.eager,
         memory_share=e.memory_share or (_SHARE_BESIDE_TRAINER if "segments" in told else _SHARE_ALONE),
         progress=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
     )
@@ -258,10 +265,11 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         warmup_steps=t.warmup_steps,
         schedule=t.schedule,
         total_steps=settings.run.steps,
-        row_tokens=t.row_tokens,
+        row_tokens=t.row_tokens or _ROW_TOKENS[model.device.type],
         minibatches=t.minibatches,
         on_nonfinite=t.on_nonfinite,
-        compute_dtype="bf16" if settings.model.dtype == "bfloat16" else "fp32",
+        compute_dtype="bf16" if dtype(settings) == "bfloat16" else "fp32",
+        eager=settings.model.eager,
     )
     return TrainerDriver(core, threaded=told["threaded"])
 

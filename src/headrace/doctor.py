@@ -179,10 +179,10 @@ def _agreement(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     gaps = []
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = np.concatenate([prompt, completion.token_ids])
-        logprobs = trainer_logprobs(model, ids, temperature=sampling.temperature, dtype=settings.model.dtype)
+        logprobs = trainer_logprobs(model, ids, temperature=sampling.temperature, dtype=build.dtype(settings))
         gaps.append(np.abs(logprobs[len(prompt) :] - completion.logprobs))
     gap = np.concatenate(gaps)
-    limit = MISMATCH[settings.model.dtype]
+    limit = MISMATCH[build.dtype(settings)]
     fine = float(gap.mean()) <= limit
     advice = "" if fine else f", over {limit:g}: use model.dtype float32 or report the model"
     yield Finding(

@@ -63,7 +63,7 @@ def run(
     workload: StepWorkload | None = None,
     max_lag: int = 0,
     steps: int = 5,
-    row_tokens: int = 16384,
+    row_tokens: int = 8192,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """All figures as plain numbers; ``steps`` are measured after the settling ones."""

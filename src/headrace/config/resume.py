@@ -37,7 +37,7 @@ MAY_CHANGE = frozenset(
         "engine.kv_tokens",
         "engine.prefill_tokens",
         "engine.memory_share",
-        "engine.eager",
+        "model.eager",
         "weights.mode",
         "weights.deadline_s",
     }

@@ -90,10 +90,13 @@ class ModelSettings(Section):
 
     path: str | None = None
     """A directory in Hugging Face format or a hub name. Needed by every run."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type engine and trainer compute in; the trainer's own weights stay float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type engine and trainer compute in; the trainer's own weights stay float32. `auto` is bfloat16 on a GPU
+    and float32 on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU where there is one."""
+    eager: bool = False
+    """Compute without compiling or capturing graphs, for debugging; on a CPU it is always so."""
 
 
 class TaskSettings(Section):
@@ -208,8 +211,9 @@ class TrainerSettings(Section):
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up, down to 0 at `run.steps` unless constant."""
-    row_tokens: int = Field(4096, ge=1)
-    """Tokens packed into one row of a forward pass; a longer sample has a row of its own."""
+    row_tokens: int | None = Field(None, ge=1)
+    """Tokens packed into one row of a forward pass, a longer sample having a row of its own; not set: 4096 on
+    a CPU, 8192 on a GPU."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates each batch is split into."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -232,8 +236,6 @@ class EngineSettings(Section):
     8192 on a GPU."""
     memory_share: float | None = Field(None, gt=0, le=1)
     """Share of the GPU's memory the engine may take; not set: 0.4 beside a trainer on the same GPU, else 0.9."""
-    eager: bool = False
-    """Compute without compiling or capturing graphs, for debugging; on a CPU it is always so."""
 
 
 class WeightSettings(Section):

@@ -20,5 +20,5 @@ def float_logits(
             return torch.mm(hidden_RD, weight_VD.t(), out_dtype=torch.float32)
         torch.ops.aten.mm.dtype_out(hidden_RD, weight_VD.t(), torch.float32, out=out_RV)
         return out_RV
-    logits_RV = torch.nn.functional.linear(hidden_RD, weight_VD).float()
+    logits_RV = torch.nn.functional.linear(hidden_RD.float(), weight_VD.float())
     return logits_RV if out_RV is None else out_RV.copy_(logits_RV)
