@@ -1,0 +1,166 @@
+"""The engine on a GPU, compiled and captured, against the float32 engine on the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.engines.make import torch_engine
+from headrace.models.loading import load_model, make_tiny_model
+from headrace.models.tensors import to_blobs
+from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
+from headrace.types import Request, Sampling
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 199
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+MEAN_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+
+
+def build(model, **settings):
+    return torch_engine(model, ledger=TimeLedger(ENGINE_ACTIVITIES), **settings)
+
+
+def tiny(directory, family="qwen2", seed=0, **shape):
+    given = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "context_tokens": 512, **shape}
+    make_tiny_model(
+        directory, family=family, vocab_size=VOCAB, init_std=0.08, tie_embeddings=False, seed=seed, **given
+    )
+    return load_model(directory)
+
+
+def on_gpu(model, dtype):
+    return copy.deepcopy(model).to(device="cuda", dtype=dtype)
+
+
+def crowd(count=12, max_tokens=40, **sampling):
+    rng = np.random.default_rng(3)
+    return [
+        Request(
+            id=f"r{i}",
+            prompt_ids=rng.integers(0, VOCAB, 5 + 13 * (i % 9)).astype(np.int32),
+            sampling=Sampling(max_tokens=max_tokens + i, stop_ids=(7,), **sampling),
+            seed=i,
+        )
+        for i in range(count)
+    ]
+
+
+def generate(engine, requests):
+    for request in requests:
+        engine.submit(request)
+    done = {}
+    while engine.has_work:
+        done.update(engine.step())
+    return done
+
+
+def whole(request, completion):
+    return np.concatenate((request.prompt_ids, completion.token_ids)).astype(np.int64)
+
+
+def assert_scored_alike(reference, requests, done, dtype):
+    errors = []
+    for request in requests:
+        completion = done[request.id]
+        (scored,) = reference.score([whole(request, completion)], request.sampling.temperature)
+        errors.append(np.abs(scored[len(request.prompt_ids) :] - completion.logprobs))
+    errors = np.concatenate(errors)
+    assert errors.max() < TOLERANCE[dtype] and errors.mean() < MEAN_TOLERANCE[dtype], errors.max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe"])
+def test_logprobs_are_those_of_the_reference(tmp_path, family, dtype):
+    model = tiny(tmp_path, family)
+    rounded = copy.deepcopy(model).to(dtype).float()
+    engine = build(on_gpu(model, dtype), max_running=16, kv_tokens=8192)
+    requests = crowd(temperature=0.9)
+    assert_scored_alike(build(rounded), requests, generate(engine, requests), dtype)
+
+
+def test_float32_tokens_are_those_of_the_cpu(tmp_path):
+    model = tiny(tmp_path)
+    requests = crowd()
+    ours = generate(build(on_gpu(model, torch.float32), max_running=16, kv_tokens=8192), requests)
+    expected = generate(build(model), requests)
+    same = sum(np.array_equal(ours[r.id].token_ids, expected[r.id].token_ids) for r in requests)
+    # The noise is the same to the bit; a draw differs only where two tokens tie to rounding.
+    assert same >= len(requests) - 1
+
+
+def test_a_pool_under_pressure_loses_nothing(tmp_path):
+    model = tiny(tmp_path)
+    engine = build(on_gpu(model, torch.float32), max_running=16, kv_tokens=640)
+    requests = crowd(count=30, max_tokens=90)
+    done = generate(engine, requests)
+    counters = engine.counters()
+    assert counters["preemptions"] > 0 and counters["free_blocks"] == 640 // 16
+    assert_scored_alike(build(model), requests, done, torch.float32)
+
+
+def test_truncated_rows_are_drawn_from_what_is_kept(tmp_path):
+    model = tiny(tmp_path)
+    requests = crowd(count=6, top_k=11, top_p=0.8)
+    done = generate(build(on_gpu(model, torch.float32), max_running=8, kv_tokens=4096), requests)
+    for request in requests:
+        mask = done[request.id].sampling_mask
+        assert len(mask.offsets) == done[request.id].num_tokens + 1
+        for i, token in enumerate(done[request.id].token_ids):
+            kept = mask.token_ids[mask.offsets[i] : mask.offsets[i + 1]]
+            assert token in kept and len(kept) <= 11
+
+
+def test_no_pass_sees_mixed_weights(tmp_path):
+    """Keys and values are computed anew after each update, so every token is of one version or wrong."""
+    models = [tiny(tmp_path / str(i), seed=i, num_layers=6) for i in range(2)]
+    gpu_models = [on_gpu(model, torch.float32) for model in models]
+    blobs = [list(to_blobs(model)) for model in gpu_models]
+    engine = build(on_gpu(models[0], torch.float32), max_running=16, kv_tokens=8192, recompute_kv=True)
+    requests = crowd(count=10, max_tokens=120)
+    for request in requests:
+        engine.submit(request)
+    done, version, num_steps = {}, 0, 0
+    while engine.has_work:
+        done.update(engine.step())
+        num_steps += 1
+        if num_steps % 3 == 0:
+            version += 1
+            engine.apply(version, blobs[version % 2])
+    references = [build(model) for model in models]
+    for request in requests:
+        completion = done[request.id]
+        scores = [
+            reference.score([whole(request, completion)], 1.0)[0][len(request.prompt_ids) :]
+            for reference in references
+        ]
+        expected = np.where(completion.versions % 2 == 0, scores[0], scores[1])
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-3)
+
+
+def test_memory_is_given_back_and_does_not_grow(tmp_path):
+    engine = build(on_gpu(tiny(tmp_path), torch.bfloat16), max_running=32, memory_share=0.1)
+    generate(engine, crowd(count=40))
+    torch.cuda.synchronize()
+    before, free = torch.cuda.memory_allocated(), engine.counters()["free_blocks"]
+    for _ in range(5):
+        generate(engine, crowd(count=40))
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before
+    assert engine.counters()["free_blocks"] == free
+
+
+def test_uncompiled_gives_the_same(tmp_path):
+    model = tiny(tmp_path)
+    requests = crowd()
+    engines = [
+        build(on_gpu(model, torch.float32), max_running=16, kv_tokens=8192, compiled=compiled)
+        for compiled in (True, False)
+    ]
+    compiled, eager = (generate(engine, requests) for engine in engines)
+    for request in requests:
+        np.testing.assert_array_equal(compiled[request.id].token_ids, eager[request.id].token_ids)
