@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
 from hypothesis import HealthCheck, settings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if not torch.cuda.is_available():
+    # Kernels are then interpreted; Triton asks once, when it is first imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Derandomized: a failure seen once is seen again. No deadline: shared machines have slow moments.
 settings.register_profile(

@@ -90,8 +90,8 @@ def _attend(
         raise ModelError("the model was called outside a pass of the engine; use the engine's own methods.")
     _progress.next_layer = layer + 1
     options = LayerOptions(scale, window or None, softcap or None)
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return passing.attend(layer, *rows, options).unsqueeze(0)
+    query_THD, key_TKD, value_TKE = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return passing.attend(layer, query_THD, key_TKD, value_TKE, options).unsqueeze(0)
 
 
 @_attend.register_fake

@@ -42,6 +42,9 @@ class _Shares:
 class JoinedLinear(nn.Module):
     """One of several layers; the first, which is called first, has the joined matrix."""
 
+    _joined_weight: torch.Tensor
+    _joined_bias: torch.Tensor | None
+
     def __init__(
         self, linear: nn.Linear, start: int, shares: _Shares, joined: Sequence[torch.Tensor | None] | None
     ) -> None:
@@ -80,7 +83,8 @@ def _joined(linears: Sequence[nn.Linear]) -> list[JoinedLinear]:
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     bias = torch.cat(biases) if biases else None
-    shares, layers, start = _Shares(len(linears)), [], 0
+    shares, start = _Shares(len(linears)), 0
+    layers: list[JoinedLinear] = []
     for linear in linears:
         stop = start + linear.out_features
         linear.weight.data = weight[start:stop]

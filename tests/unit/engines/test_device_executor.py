@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -129,6 +131,4 @@ def test_buckets_reach_the_most_and_waste_at_most_a_third():
     for most in (1, 2, 3, 17, 64, 100, 512):
         sizes = bucket_sizes(most)
         assert sizes[-1] == max(2, most) and sizes == sorted(set(sizes))
-        assert all(
-            b <= max(2 * a, 16) and (a < 16 or b <= 1.5 * a) for a, b in zip(sizes, sizes[1:], strict=False)
-        )
+        assert all(b <= max(2 * a, 16) and (a < 16 or b <= 1.5 * a) for a, b in pairwise(sizes))

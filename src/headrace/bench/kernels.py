@@ -1,0 +1,143 @@
+"""How close the GPU kernels come to what the chip can do: ``python -m headrace.bench.kernels``.
+
+Out: one line a kernel and shape, with its time and the bytes it must read, or the operations it must do, a second.
+Times are medians of replayed CUDA graphs that walk over enough memory to find none of it in the cache. Shapes are
+those of Qwen2 0.5B, 1.5B and 7B in bfloat16; blocks are shuffled.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from headrace.kernels import paged_attention, sampling
+
+MODELS = {"0.5B": (14, 2, 64), "1.5B": (12, 2, 128), "7B": (28, 4, 128)}
+"""Query heads, key-value heads, head dim."""
+DECODES = ((512, 512), (256, 1024), (64, 1024), (16, 4096), (1, 4096))
+PREFILLS = ((8, 2048), (1, 2048), (16, 512))
+SAMPLES = (512, 64, 1)
+VOCAB_SIZE = 151936
+BLOCK_SIZE = 16
+_COLD_BYTES = 3e8
+
+
+class Case(NamedTuple):
+    name: str
+    launches: list[Callable[[], None]]
+    """Each over memory of its own."""
+    amount: float
+    """Of one launch: bytes, or operations."""
+    unit: str
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    for model in MODELS:
+        yield from (decode(model, rows, length, device) for rows, length in DECODES)
+        yield from (prefill(model, pieces, length, device) for pieces, length in PREFILLS)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield from (sample(rows, VOCAB_SIZE, dtype, device) for rows in SAMPLES)
+
+
+def decode(model: str, rows: int, length: int, device: torch.device) -> Case:
+    num_heads, num_kv, dim = MODELS[model]
+    width = 2 * num_kv * dim
+    num_bytes = rows * length * width * 2
+    copies = max(1, min(32, int(_COLD_BYTES // num_bytes)))
+    pool, tables = _cache(rows * copies, length, width, device)
+    query = torch.randn((rows, num_heads, dim), device=device).bfloat16()
+    out = torch.empty_like(query)
+    lengths = torch.full((rows,), length, dtype=torch.int32, device=device)
+    workspace = paged_attention.decode_workspace(rows, num_heads, dim, length, device)
+
+    def launch(copy: int) -> Callable[[], None]:
+        slots = torch.arange(copy * rows, (copy + 1) * rows, device=device)
+        return lambda: paged_attention.decode_attention(
+            query, pool, tables, slots, lengths, value_dim=dim, scale=dim**-0.5, out_BHE=out, workspace=workspace
+        )  # fmt: skip
+
+    name = f"decode {model} {rows} x {length}"
+    return Case(name, [launch(copy) for copy in range(copies)], num_bytes, "TB/s")
+
+
+def prefill(model: str, pieces: int, length: int, device: torch.device) -> Case:
+    num_heads, num_kv, dim = MODELS[model]
+    pool, tables = _cache(pieces, length, 2 * num_kv * dim, device)
+    query = torch.randn((pieces * length, num_heads, dim), device=device).bfloat16()
+    out = torch.empty_like(query)
+    order = torch.arange(pieces, dtype=torch.int32, device=device)
+    starts, counts, offsets = torch.zeros_like(order), torch.full_like(order, length), order * length
+
+    def launch() -> None:
+        paged_attention.prefill_attention(
+            query, pool, tables, row_of_piece=order, starts=starts, counts=counts, offsets=offsets,
+            max_count=length, value_dim=dim, scale=dim**-0.5, out_THE=out,
+        )  # fmt: skip
+
+    operations = 4 * pieces * num_heads * dim * length * (length + 1) / 2
+    return Case(f"prefill {model} {pieces} x {length}", [launch] * 4, operations, "TFLOP/s")
+
+
+def sample(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Case:
+    num_bytes = rows * vocab_size * dtype.itemsize
+    copies = max(2, min(32, int(_COLD_BYTES // num_bytes)))
+    logits = [(torch.randn((rows, vocab_size), device=device) * 3.0).to(dtype) for _ in range(copies)]
+    keys = torch.randint(-(2**62), 2**62, (rows,), device=device)
+    positions, temperatures = torch.arange(rows, device=device), torch.ones(rows, device=device)
+    token_ids = torch.empty(rows, dtype=torch.int32, device=device)
+    logprobs = torch.empty(rows, device=device)
+    workspace = sampling.sample_workspace(rows, device)
+
+    def launch(logits_RV: torch.Tensor) -> Callable[[], None]:
+        return lambda: sampling.sample_rows(
+            logits_RV, keys, positions, temperatures, token_ids_out_R=token_ids, logprobs_out_R=logprobs,
+            workspace=workspace,
+        )  # fmt: skip
+
+    name = f"sample {str(dtype).removeprefix('torch.')} {rows} x {vocab_size}"
+    return Case(name, [launch(x) for x in logits], num_bytes, "TB/s")
+
+
+def seconds(launches: list[Callable[[], None]], repeats: int = 9) -> float:
+    """Of one launch, from a graph of all of them."""
+    launches[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return statistics.median(times) / len(launches)
+
+
+def _cache(
+    num_slots: int, length: int, width: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool of random rows and tables [slots, blocks] of shuffled ids."""
+    blocks = -(-length // BLOCK_SIZE)
+    pool = torch.randn((num_slots * blocks + 1, BLOCK_SIZE, width), dtype=torch.bfloat16, device=device)
+    tables = 1 + torch.randperm(num_slots * blocks, device=device)
+    return pool, tables.int().view(num_slots, blocks)
+
+
+def main() -> None:
+    for case in cases(torch.device("cuda")):
+        time = seconds(case.launches)
+        print(
+            f"{case.name:32} {time * 1e6:9.1f} us {case.amount / time * 1e-12:8.2f} {case.unit}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The decode kernels: one query row a sequence against all its key-value rows, split over the chip.
+
+Program (head k, span s, row b) attends the G query heads of key-value head k to one span of the rows that b sees.
+How many spans are really used depends on the row's length: a short row is one span, written straight to the
+output. Otherwise each span leaves a partial result, and ``join_kernel`` makes the output of them.
+
+Shape legend: G query heads of a key-value head, P the same padded to a power of two, N key-value rows of a
+tile, D key head dim, E value head dim, C spans.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headrace.kernels.pool import accumulate, load_heads, row_offsets, score
+
+
+@triton.jit
+def spans_of(length, WINDOW: tl.constexpr, SPANS: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr):
+    """The first key-value row a query of this length sees, the rows of a span, and the number of spans used."""
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
+    span_rows = tl.maximum(tl.cdiv(length - first, SPANS * TILE) * TILE, MIN_SPAN)
+    return first, span_rows, tl.maximum(tl.cdiv(length - first, span_rows), 1)
+
+
+@triton.jit
+def decode_kernel(
+    query,
+    pool,
+    tables,
+    table_rows,
+    lengths,
+    out,
+    partial_sums,
+    partial_stats,
+    scale,
+    query_stride_b,
+    query_stride_h,
+    out_stride_b,
+    out_stride_h,
+    table_stride,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    S: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    EXACT: tl.constexpr,
+    SPANS: tl.constexpr,
+    MIN_SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    head, span, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + row)
+    table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
+    first, span_rows, num_used = spans_of(length, WINDOW, SPANS, MIN_SPAN, TILE)
+    if span >= num_used:
+        return
+
+    heads_P = tl.arange(0, P)
+    dims_D = tl.arange(0, D_PAD)
+    query_at = query + row * query_stride_b + (head * G + heads_P)[:, None] * query_stride_h + dims_D[None, :]
+    query_PD = tl.load(query_at, mask=(heads_P < G)[:, None] & (dims_D < D)[None, :], other=0.0)
+    begin = first + span * span_rows
+    end = tl.minimum(begin + span_rows, length)
+    top_P = tl.full([P], float("-inf"), tl.float32)
+    total_P = tl.zeros([P], tl.float32)
+    sum_PE = tl.zeros([P, E_PAD], tl.float32)
+    tokens_N = begin + tl.arange(0, TILE)
+    offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, K * (D + E))
+    for _ in range(begin, end, TILE):
+        visible_N = tokens_N < end
+        key_ND = load_heads(pool + head * D, offsets_N, visible_N, D, D_PAD)
+        value_NE = load_heads(pool + K * D + head * E, offsets_N, visible_N, E, E_PAD)
+        scores_PN = score(query_PD, key_ND, scale, SOFTCAP, EXACT)
+        scores_PN = tl.where(visible_N[None, :], scores_PN, float("-inf"))
+        top_P, total_P, sum_PE = accumulate(scores_PN, value_NE, top_P, total_P, sum_PE, EXACT)
+        # One tile ahead, so that the pipeline need not wait for a table before it asks for rows.
+        tokens_N += TILE
+        offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, K * (D + E))
+
+    dims_E = tl.arange(0, E_PAD)
+    written_PE = (heads_P < G)[:, None] & (dims_E < E)[None, :]
+    out_at = out + row * out_stride_b + (head * G + heads_P)[:, None] * out_stride_h + dims_E[None, :]
+    if num_used == 1:
+        # A padding row has seen nothing: its sum is zero and so is what is written.
+        tl.store(out_at, sum_PE / tl.where(total_P > 0.0, total_P, 1.0)[:, None], mask=written_PE)
+        return
+    slot_P = (row * K * G + head * G + heads_P) * SPANS + span
+    tl.store(partial_sums + slot_P[:, None] * E + dims_E[None, :], sum_PE, mask=written_PE)
+    tl.store(partial_stats + slot_P * 2, top_P, mask=heads_P < G)
+    tl.store(partial_stats + slot_P * 2 + 1, total_P, mask=heads_P < G)
+
+
+@triton.jit
+def join_kernel(
+    lengths,
+    out,
+    partial_sums,
+    partial_stats,
+    out_stride_b,
+    out_stride_h,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPANS: tl.constexpr,
+    MIN_SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One query head of one row from its spans."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    spans_C, dims_E = tl.arange(0, SPANS), tl.arange(0, E_PAD)
+    _, _, num_used = spans_of(tl.load(lengths + row), WINDOW, SPANS, MIN_SPAN, TILE)
+    if num_used == 1:
+        return
+    used_C = spans_C < num_used
+    slot_C = (row * tl.num_programs(0) + head) * SPANS + spans_C
+    top_C = tl.load(partial_stats + slot_C * 2, mask=used_C, other=float("-inf"))
+    total_C = tl.load(partial_stats + slot_C * 2 + 1, mask=used_C, other=0.0)
+    sum_at = partial_sums + slot_C[:, None] * E + dims_E[None, :]
+    sum_CE = tl.load(sum_at, mask=used_C[:, None] & (dims_E < E)[None, :], other=0.0)
+    weight_C = tl.exp2(top_C - tl.max(top_C, axis=0))
+    joined_E = tl.sum(sum_CE * weight_C[:, None], axis=0) / tl.sum(total_C * weight_C, axis=0)
+    tl.store(out + row * out_stride_b + head * out_stride_h + dims_E, joined_E, mask=dims_E < E)

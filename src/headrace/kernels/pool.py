@@ -1,0 +1,66 @@
+"""What the attention kernels share: reading key-value rows through a block table, and scoring them.
+
+A pool is [blocks, S, W]; a row of it holds the K keys of a token (K x D), then its K values (K x E).
+
+Shape legend: N key-value rows of a tile, M query rows of a tile, D key or value head dim.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def row_offsets(table, tokens_N, visible_N, S: tl.constexpr, W: tl.constexpr):
+    """int64 [N], where in the pool the rows of these tokens begin."""
+    blocks_N = tl.load(table + tokens_N // S, mask=visible_N, other=0).to(tl.int64)
+    return (blocks_N * S + tokens_N % S) * W
+
+
+@triton.jit
+def load_heads(pointer, offsets_N, visible_N, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """[N, PADDED], one head of each row; zero where a row is not visible, whatever memory holds there."""
+    dims_D = tl.arange(0, PADDED)
+    pointers_ND = pointer + offsets_N[:, None] + dims_D[None, :]
+    if DIM == PADDED:
+        tile_ND = tl.load(pointers_ND, mask=visible_N[:, None], other=0.0)
+    else:
+        tile_ND = tl.load(pointers_ND, mask=visible_N[:, None] & (dims_D < DIM)[None, :], other=0.0)
+    return tile_ND
+
+
+@triton.jit
+def product(a, b, EXACT: tl.constexpr):
+    """A matrix product that rounds float32 operands to nothing less when EXACT."""
+    return tl.dot(a, b, input_precision="ieee") if EXACT else tl.dot(a, b)
+
+
+@triton.jit
+def score(query_MD, key_ND, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
+    """[M, N], in units of log2, so that a weight is ``exp2`` of it."""
+    raw_MN = product(query_MD, tl.trans(key_ND), EXACT)
+    if SOFTCAP > 0.0:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which saturates rightly when exp overflows.
+        grown_MN = tl.exp2(raw_MN * (scale * (2.0 / SOFTCAP) * LOG2_E))
+        scores_MN = (1.0 - 2.0 / (grown_MN + 1.0)) * (SOFTCAP * LOG2_E)
+    else:
+        scores_MN = raw_MN * (scale * LOG2_E)
+    return scores_MN
+
+
+@triton.jit
+def accumulate(scores_MN, value_NE, top_M, total_M, sum_ME, EXACT: tl.constexpr):
+    """One step of a running softmax: returns the new maximum, total weight and weighted sum of values."""
+    new_top_M = tl.maximum(top_M, tl.max(scores_MN, axis=1))
+    # A row that has seen nothing yet keeps weight zero instead of exp2(-inf + inf).
+    shift_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
+    weights_MN = tl.exp2(scores_MN - shift_M[:, None])
+    rescale_M = tl.exp2(top_M - shift_M)
+    total_M = total_M * rescale_M + tl.sum(weights_MN, axis=1)
+    sum_ME = sum_ME * rescale_M[:, None] + product(weights_MN.to(value_NE.dtype), value_NE, EXACT)
+    return new_top_M, total_M, sum_ME

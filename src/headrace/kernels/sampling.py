@@ -1,0 +1,207 @@
+"""Draws one token a row from logits on the device, with the log-probability of exactly what was drawn.
+
+In: float32 or bfloat16 logits and one setting a row. Out: token ids and float32 log-probabilities, written into
+tensors the caller owns; when truncated, also what describes the kept set. The draws are those of the
+engine's CPU sampler on the same logits, up to the rounding of near ties: same noise, same order of truncation
+(top-k, then top-p of what is left, then min-p), ties to the lower token id. Temperature 0 is greedy, with
+log-probability 0 and no truncation.
+
+Nothing reads a tensor on the host, so the launches can be captured in a CUDA graph.
+
+Shape legend: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+from headrace.errors import ModelError
+from headrace.kernels.cut import MAX_LISTED, cut_kernel
+from headrace.kernels.draw import MAX_CHUNKS, pick_kernel, scan_kernel
+
+MAX_VOCAB = 2**19
+_MIN_CHUNK = 1024
+_MAX_ROWS_OF_SCAN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SampleWorkspace:
+    """Where the kernels of a draw leave results for each other."""
+
+    tops: torch.Tensor
+    totals: torch.Tensor
+    bounds: torch.Tensor
+    """float32 [max rows, chunks] each."""
+    listed_logits: torch.Tensor
+    listed_ids: torch.Tensor
+    """float32 and int32 [max rows, listed tokens], for truncation."""
+    token_keys: torch.Tensor
+    """int64 [MAX_VOCAB], the noise key of every token id."""
+
+
+def sample_workspace(max_rows: int, device: torch.device) -> SampleWorkspace:
+    chunks, listed = (max_rows, MAX_CHUNKS), (max_rows, MAX_LISTED)
+    return SampleWorkspace(
+        tops=torch.empty(chunks, dtype=torch.float32, device=device),
+        totals=torch.empty(chunks, dtype=torch.float32, device=device),
+        bounds=torch.empty(chunks, dtype=torch.float32, device=device),
+        listed_logits=torch.empty(listed, dtype=torch.float32, device=device),
+        listed_ids=torch.empty(listed, dtype=torch.int32, device=device),
+        token_keys=_token_keys(device),
+    )
+
+
+@lru_cache(maxsize=4)
+def _token_keys(device: torch.device) -> torch.Tensor:
+    """splitmix64 of every token id, in wrapping int64 arithmetic."""
+
+    def mixed(x: torch.Tensor, shift: int, factor: int) -> torch.Tensor:
+        return (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor
+
+    x = torch.arange(MAX_VOCAB, device=device) + (0x9E3779B97F4A7C15 - 2**64)
+    x = mixed(mixed(x, 30, 0xBF58476D1CE4E5B9 - 2**64), 27, 0x94D049BB133111EB - 2**64)
+    return mixed(x, 31, 1)
+
+
+def sample_rows(
+    logits_RV: torch.Tensor,
+    seed_keys_R: torch.Tensor,
+    positions_R: torch.Tensor,
+    temperatures_R: torch.Tensor,
+    *,
+    token_ids_out_R: torch.Tensor,
+    logprobs_out_R: torch.Tensor,
+    workspace: SampleWorkspace,
+) -> None:
+    """``seed_keys_R`` is the int64 view of uint64 keys; positions are integers, temperatures float32."""
+    rows = (logits_RV, seed_keys_R, positions_R, temperatures_R)
+    _scan(*rows, None, workspace)
+    _pick(*rows, None, token_ids_out_R, logprobs_out_R, workspace)
+
+
+def sample_rows_truncated(
+    logits_RV: torch.Tensor,
+    seed_keys_R: torch.Tensor,
+    positions_R: torch.Tensor,
+    temperatures_R: torch.Tensor,
+    top_k_R: torch.Tensor,
+    top_p_R: torch.Tensor,
+    min_p_R: torch.Tensor,
+    *,
+    token_ids_out_R: torch.Tensor,
+    logprobs_out_R: torch.Tensor,
+    thresholds_out_R: torch.Tensor,
+    tie_ids_out_R: torch.Tensor,
+    workspace: SampleWorkspace,
+) -> None:
+    """Also writes the cut: a token is kept if its logit is above ``thresholds_out_R`` (float32), or equal to it
+    and its id is at most ``tie_ids_out_R`` (int32). ``top_k_R`` counts (0 keeps all), the others are float32;
+    1 and 0 are no top-p and no min-p. Rows without truncation get a cut that keeps everything."""
+    rows = (logits_RV, seed_keys_R, positions_R, temperatures_R)
+    cut = (thresholds_out_R, tie_ids_out_R)
+    num_rows, vocab_size = logits_RV.shape
+    _scan(*rows, None, workspace)
+    listed_logits = workspace.listed_logits.view(logits_RV.dtype)
+    chunk = _chunk(vocab_size)
+    cut_kernel[(num_rows,)](
+        logits_RV,
+        temperatures_R,
+        top_k_R,
+        top_p_R,
+        min_p_R,
+        workspace.tops,
+        workspace.totals,
+        listed_logits,
+        workspace.listed_ids,
+        *cut,
+        vocab_size,
+        logits_RV.stride(0),
+        listed_logits.stride(0),
+        triton.cdiv(vocab_size, chunk),
+        MAX_CHUNKS=MAX_CHUNKS,
+        MAX_LISTED=MAX_LISTED,
+        TILE=2048,
+        num_warps=8,
+    )
+    _scan(*rows, cut, workspace)
+    _pick(*rows, cut, token_ids_out_R, logprobs_out_R, workspace)
+
+
+def _chunk(vocab_size: int) -> int:
+    """Tokens a row is read in at a time."""
+    if vocab_size > MAX_VOCAB:
+        raise ModelError(
+            f"the vocabulary has {vocab_size} tokens, and GPU sampling takes {MAX_VOCAB}; use another model."
+        )
+    return max(_MIN_CHUNK, triton.next_power_of_2(triton.cdiv(vocab_size, MAX_CHUNKS)))
+
+
+def _scan(
+    logits_RV: torch.Tensor,
+    seed_keys_R: torch.Tensor,
+    positions_R: torch.Tensor,
+    temperatures_R: torch.Tensor,
+    cut: tuple[torch.Tensor, torch.Tensor] | None,
+    workspace: SampleWorkspace,
+) -> None:
+    num_rows, vocab_size = logits_RV.shape
+    chunk = _chunk(vocab_size)
+    # Rows that share a program share the token keys; few rows are spread over the chip instead.
+    rows = min(_MAX_ROWS_OF_SCAN, triton.next_power_of_2(triton.cdiv(num_rows, 8)))
+    scan_kernel[(triton.cdiv(vocab_size, chunk), triton.cdiv(num_rows, rows))](
+        logits_RV,
+        seed_keys_R,
+        positions_R,
+        temperatures_R,
+        workspace.token_keys,
+        *(cut or (temperatures_R, temperatures_R)),
+        workspace.tops,
+        workspace.totals,
+        workspace.bounds,
+        num_rows,
+        vocab_size,
+        logits_RV.stride(0),
+        CUT=cut is not None,
+        ROWS=rows,
+        CHUNK=chunk,
+        MAX_CHUNKS=MAX_CHUNKS,
+        num_warps=2,
+    )
+
+
+def _pick(
+    logits_RV: torch.Tensor,
+    seed_keys_R: torch.Tensor,
+    positions_R: torch.Tensor,
+    temperatures_R: torch.Tensor,
+    cut: tuple[torch.Tensor, torch.Tensor] | None,
+    token_ids_out_R: torch.Tensor,
+    logprobs_out_R: torch.Tensor,
+    workspace: SampleWorkspace,
+) -> None:
+    num_rows, vocab_size = logits_RV.shape
+    chunk = _chunk(vocab_size)
+    pick_kernel[(num_rows,)](
+        logits_RV,
+        seed_keys_R,
+        positions_R,
+        temperatures_R,
+        workspace.token_keys,
+        *(cut or (temperatures_R, temperatures_R)),
+        workspace.tops,
+        workspace.totals,
+        workspace.bounds,
+        token_ids_out_R,
+        logprobs_out_R,
+        vocab_size,
+        logits_RV.stride(0),
+        triton.cdiv(vocab_size, chunk),
+        CUT=cut is not None,
+        CHUNK=chunk,
+        MAX_CHUNKS=MAX_CHUNKS,
+        num_warps=8,
+    )

@@ -1,0 +1,147 @@
+"""Kernels at the shapes of real models, inside CUDA graphs, against float32 torch on the same device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.engines import noise
+from headrace.engines.sampler import SamplerRows, sample
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda")
+# (query heads, key-value heads, head dim) of Qwen2 0.5B, 1.5B and 7B.
+QWEN = [(14, 2, 64), (12, 2, 128), (28, 4, 128)]
+BLOCK = 16
+
+
+def attend(query_THD, kv_LW, start, num_kv, scale):
+    """float32 [T, H, D]; query t is at position start + t."""
+    num_rows, num_heads, dim = query_THD.shape
+    key, value = kv_LW.float().view(-1, 2, num_kv, dim).unbind(1)
+    group = num_heads // num_kv
+    scores = torch.einsum("thd,lhd->htl", query_THD.float(), key.repeat_interleave(group, 1)) * scale
+    position = start + torch.arange(num_rows, device=CUDA)[:, None]
+    scores = scores.masked_fill(torch.arange(len(kv_LW), device=CUDA) > position, float("-inf"))
+    return torch.einsum("htl,lhd->thd", scores.softmax(-1), value.repeat_interleave(group, 1))
+
+
+def shuffled_tables(num_slots, max_length):
+    """A pool's worth of block ids from 1, each used once, as int32 [slots, blocks]."""
+    num_blocks = num_slots * max_length // BLOCK
+    return (1 + torch.randperm(num_blocks, device=CUDA)).int().view(num_slots, -1)
+
+
+def captured(launch):
+    """``launch`` as a CUDA graph, after a first run that compiles it."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv", "dim"), QWEN)
+@pytest.mark.parametrize("num_rows", [1, 13, 300])
+def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows):
+    from headrace.kernels.paged_attention import decode_attention, decode_workspace
+
+    max_length = 2048
+    width = num_kv * 2 * dim
+    tables = shuffled_tables(num_rows, max_length)
+    pool = torch.randn((tables.numel() + 1, BLOCK, width), device=CUDA).bfloat16()
+    slots = torch.empty(num_rows, dtype=torch.int64, device=CUDA)
+    lengths = torch.empty(num_rows, dtype=torch.int32, device=CUDA)
+    query = torch.empty((num_rows, num_heads, dim), dtype=torch.bfloat16, device=CUDA)
+    out = torch.empty_like(query)
+    workspace = decode_workspace(num_rows, num_heads, dim, max_length, CUDA)
+    slots.zero_(), lengths.zero_(), query.zero_()
+    options = {"value_dim": dim, "scale": dim**-0.5, "out_BHE": out, "workspace": workspace}
+    graph = captured(lambda: decode_attention(query, pool, tables, slots, lengths, **options))
+    for _ in range(3):
+        slots.copy_(torch.randperm(num_rows, device=CUDA))
+        lengths.copy_(torch.randint(0, max_length + 1, (num_rows,), device=CUDA))
+        query.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        expected = torch.zeros((num_rows, num_heads, dim), device=CUDA)
+        for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+            if length:
+                kv = pool[tables[slot].long()].flatten(0, 1)[:length]
+                expected[row] = attend(query[row : row + 1], kv, length - 1, num_kv, dim**-0.5)[0]
+        error = (out.float() - expected).norm() / expected.norm().clamp_min(1e-6)
+        assert error < 5e-3
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv", "dim"), QWEN)
+def test_prefill_of_long_prompts_in_pieces(num_heads, num_kv, dim):
+    from headrace.kernels.paged_attention import prefill_attention, write_rows
+
+    pieces = [(0, 2048), (1500, 548), (0, 3), (777, 1000)]
+    tables = shuffled_tables(len(pieces), 2048)
+    pool = torch.full((tables.numel() + 1, BLOCK, num_kv * 2 * dim), float("nan"), device=CUDA).bfloat16()
+    for slot in range(len(pieces)):
+        places = (tables[slot].long()[:, None] * BLOCK + torch.arange(BLOCK, device=CUDA)).flatten()
+        rows = torch.randn((2, 2048, num_kv, dim), device=CUDA).bfloat16()
+        write_rows(pool, places, rows[0], rows[1])
+    counts = [count for _, count in pieces]
+    offsets = np.cumsum([0, *counts])[:-1].tolist()
+    query = torch.randn((sum(counts), num_heads, dim), device=CUDA).bfloat16()
+    out = torch.full_like(query, float("nan"))
+    numbers = {"dtype": torch.int32, "device": CUDA}
+    prefill_attention(
+        query,
+        pool,
+        tables,
+        row_of_piece=torch.arange(len(pieces), **numbers),
+        starts=torch.tensor([start for start, _ in pieces], **numbers),
+        counts=torch.tensor(counts, **numbers),
+        offsets=torch.tensor(offsets, **numbers),
+        max_count=2048,
+        value_dim=dim,
+        scale=dim**-0.5,
+        out_THE=out,
+    )
+    for slot, ((start, count), offset) in enumerate(zip(pieces, offsets, strict=True)):
+        kv = pool[tables[slot].long()].flatten(0, 1)[: start + count]
+        expected = attend(query[offset : offset + count], kv, start, num_kv, dim**-0.5)
+        assert (out[offset : offset + count].float() - expected).norm() / expected.norm() < 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 30, 300])
+def test_a_whole_vocabulary_is_sampled_as_on_the_cpu(dtype, truncated, num_rows):
+    """At most one row in a hundred may differ, where the mass above a cut rounds otherwise."""
+    from headrace.kernels import sampling
+
+    vocab_size, generator = 151936, np.random.default_rng(num_rows)
+    rows = SamplerRows(
+        temperature=generator.choice(np.array([0.0, 0.7, 1.0, 1.0], dtype=np.float32), num_rows),
+        top_k=generator.choice(np.array([0, 20, 200]), num_rows) * truncated,
+        top_p=np.where(truncated, generator.choice([1.0, 0.9, 0.99], num_rows), 1.0).astype(np.float32),
+        min_p=(generator.choice([0.0, 0.01], num_rows) * truncated).astype(np.float32),
+        seed_key=np.array([noise.seed_key(s) for s in range(num_rows)], dtype=np.uint64),
+        position=generator.integers(0, 5000, num_rows),
+    )
+    logits = (torch.randn((num_rows, vocab_size), device=CUDA) * 3.0).to(dtype)
+    token_ids = torch.full((num_rows,), -1, dtype=torch.int32, device=CUDA)
+    logprobs = torch.full((num_rows,), float("nan"), device=CUDA)
+    outputs = {"token_ids_out_R": token_ids, "logprobs_out_R": logprobs}
+    outputs["workspace"] = sampling.sample_workspace(num_rows, CUDA)
+    numbers = [rows.seed_key.view(np.int64), rows.position, rows.temperature]
+    if truncated:
+        numbers += [rows.top_k, rows.top_p, rows.min_p]
+        outputs |= {"thresholds_out_R": logprobs.clone(), "tie_ids_out_R": token_ids.clone()}
+    function = sampling.sample_rows_truncated if truncated else sampling.sample_rows
+    arguments = [torch.from_numpy(array).to(CUDA) for array in numbers]
+    captured(lambda: function(logits, *arguments, **outputs)).replay()
+    expected = sample(logits.float(), rows)
+    same = token_ids.cpu().numpy() == expected.token_ids
+    same &= np.abs(logprobs.cpu().numpy() - expected.logprobs) < 1e-4
+    assert (~same).sum() <= num_rows // 100

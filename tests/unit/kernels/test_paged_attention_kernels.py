@@ -1,0 +1,175 @@
+"""Attention kernels against float64, with shuffled blocks, NaN in every row nobody owns, and poisoned outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import DEVICE, HALF, TOLERANCE, Heads, attend, make_cache, relative_error, require_kernels
+
+require_kernels()
+
+from headrace.kernels.paged_attention import (  # noqa: E402
+    decode_attention,
+    decode_workspace,
+    prefill_attention,
+    write_rows,
+)
+
+FP32 = torch.float32
+
+
+def poisoned(*shape, dtype):
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def decode(heads, lengths, *, seed=0, workspace=None, **options):
+    """Relative error of a decode pass over these lengths; 0 is a padding row."""
+    generator = torch.Generator().manual_seed(seed)
+    cache = make_cache(heads, [max(length, 1) for length in lengths], generator)
+    order = torch.randperm(len(lengths), generator=generator)
+    query = torch.randn((len(lengths), heads.num, heads.key_dim), generator=generator).to(heads.dtype)
+    out = poisoned(len(lengths), heads.num, heads.value_dim, dtype=heads.dtype)
+    workspace = workspace or decode_workspace(len(lengths), heads.num, heads.value_dim, 4096, DEVICE)
+    scale = heads.key_dim**-0.5
+    decode_attention(
+        query.to(DEVICE),
+        cache.pool_BSW,
+        cache.tables,
+        order.to(DEVICE),
+        torch.tensor(lengths, dtype=torch.int32)[order].to(DEVICE),
+        value_dim=heads.value_dim,
+        scale=scale,
+        out_BHE=out,
+        workspace=workspace,
+        **options,
+    )
+    expected = torch.zeros(out.shape, dtype=torch.float64)
+    for row, sequence in enumerate(order.tolist()):
+        if lengths[sequence] > 0:
+            expected[row] = attend(
+                query[row : row + 1],
+                cache.keys[sequence],
+                cache.values[sequence],
+                lengths[sequence] - 1,
+                scale=scale,
+                **options,
+            )[0]
+    return relative_error(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths"),
+    [
+        (Heads(14, 2, 64, 64), [1, 15, 16, 17, 128, 129, 300]),
+        (Heads(12, 2, 128, 128, HALF), [1, 127, 0, 700]),
+        (Heads(28, 4, 32, 32, HALF), [65, 0, 0, 513]),
+        (Heads(4, 4, 80, 80), [31, 160]),
+        (Heads(6, 1, 96, 64, HALF, block_size=32), [33, 400]),
+        (Heads(2, 1, 256, 256, HALF), [40, 290]),
+    ],
+)
+def test_decode_matches_float64(heads, lengths):
+    assert decode(heads, lengths) < TOLERANCE[heads.dtype]
+
+
+@pytest.mark.parametrize("options", [{"window": 20}, {"window": 200}, {"softcap": 1.5}])
+def test_decode_with_a_window_or_a_soft_cap(options):
+    assert decode(Heads(7, 1, 64, 64), [5, 20, 21, 260, 500], **options) < TOLERANCE[FP32]
+
+
+def test_a_workspace_serves_one_pass_after_another():
+    heads = Heads(7, 1, 32, 32)
+    workspace = decode_workspace(8, heads.num, heads.value_dim, 4096, DEVICE)
+    for seed, lengths in enumerate(([900], [260, 0, 3], [140] * 8)):
+        assert decode(heads, lengths, seed=seed, workspace=workspace) < TOLERANCE[FP32]
+
+
+def test_padding_rows_decode_to_zeros():
+    heads = Heads(7, 1, 32, 32)
+    out = poisoned(2, 7, 32, dtype=FP32)
+    decode_attention(
+        torch.randn((2, 7, 32), device=DEVICE),
+        poisoned(2, 16, heads.width, dtype=FP32),
+        torch.zeros((1, 4), dtype=torch.int32, device=DEVICE),
+        torch.zeros(2, dtype=torch.int64, device=DEVICE),
+        torch.zeros(2, dtype=torch.int32, device=DEVICE),
+        value_dim=32,
+        scale=1.0,
+        out_BHE=out,
+        workspace=decode_workspace(2, 7, 32, 64, DEVICE),
+    )
+    assert torch.equal(out.cpu(), torch.zeros(2, 7, 32))
+
+
+def prefill(heads, pieces, *, max_count=None, seed=0, **options):
+    """Relative error of a prefill pass over pieces (start, count), with rows between them that nobody owns."""
+    generator = torch.Generator().manual_seed(seed)
+    cache = make_cache(heads, [max(start + count, 1) for start, count in pieces], generator)
+    offsets, next_row = [], 2
+    for _, count in pieces:
+        offsets.append(next_row)
+        next_row += count + 1
+    query = torch.randn((next_row, heads.num, heads.key_dim), generator=generator).to(heads.dtype)
+    out = poisoned(next_row, heads.num, heads.value_dim, dtype=heads.dtype)
+    as_int32 = {"dtype": torch.int32, "device": DEVICE}
+    scale = heads.key_dim**-0.5
+    prefill_attention(
+        query.to(DEVICE),
+        cache.pool_BSW,
+        cache.tables,
+        row_of_piece=torch.arange(len(pieces), **as_int32),
+        starts=torch.tensor([start for start, _ in pieces], **as_int32),
+        counts=torch.tensor([count for _, count in pieces], **as_int32),
+        offsets=torch.tensor(offsets, **as_int32),
+        max_count=max_count or max(count for _, count in pieces),
+        value_dim=heads.value_dim,
+        scale=scale,
+        out_THE=out,
+        **options,
+    )
+    expected = torch.full(out.shape, float("nan"), dtype=torch.float64)
+    for i, ((start, count), offset) in enumerate(zip(pieces, offsets, strict=True)):
+        rows = slice(offset, offset + count)
+        expected[rows] = attend(query[rows], cache.keys[i], cache.values[i], start, scale=scale, **options)
+    owned = ~expected.isnan().any(dim=(1, 2))
+    assert bool(out[~owned].isnan().all()), "a row that belongs to no piece was written"
+    return relative_error(out[owned.to(DEVICE)], expected[owned])
+
+
+@pytest.mark.parametrize(
+    ("heads", "pieces"),
+    [
+        (Heads(14, 2, 64, 64), [(0, 1), (0, 16), (15, 17), (100, 3), (0, 0), (64, 64)]),
+        (Heads(12, 2, 128, 128, HALF), [(0, 150), (200, 70)]),
+        (Heads(7, 1, 32, 32, HALF), [(0, 200), (31, 1)]),
+        (Heads(4, 4, 80, 80), [(7, 40)]),
+        (Heads(6, 1, 96, 64, HALF, block_size=32), [(0, 90), (300, 20)]),
+        (Heads(2, 1, 256, 256, HALF), [(10, 80)]),
+    ],
+)
+def test_prefill_matches_float64(heads, pieces):
+    assert prefill(heads, pieces) < TOLERANCE[heads.dtype]
+
+
+@pytest.mark.parametrize("options", [{"window": 10}, {"window": 100}, {"softcap": 1.5}])
+def test_prefill_with_a_window_or_a_soft_cap(options):
+    assert prefill(Heads(7, 1, 64, 64), [(0, 130), (250, 33)], **options) < TOLERANCE[FP32]
+
+
+def test_prefill_with_room_for_longer_pieces():
+    assert prefill(Heads(7, 1, 32, 32), [(0, 5), (40, 9)], max_count=100) < TOLERANCE[FP32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP32])
+def test_rows_are_written_to_their_slots_and_nowhere_else(dtype):
+    generator = torch.Generator().manual_seed(0)
+    heads = Heads(6, 3, 80, 48, dtype)
+    pool = poisoned(5, 16, heads.width, dtype=dtype)
+    slots = torch.tensor([17, 79, 33, 32, 0])
+    # As attention hands them over: rows are not contiguous.
+    key = torch.randn((3, 5, 80), generator=generator).to(dtype).to(DEVICE).transpose(0, 1)
+    value = torch.randn((5, 3, 96), generator=generator).to(dtype).to(DEVICE)[:, :, 48:]
+    write_rows(pool, slots.to(DEVICE), key, value)
+    expected = poisoned(5 * 16, heads.width, dtype=dtype)
+    expected[slots.to(DEVICE)] = torch.cat((key.flatten(1), value.flatten(1)), dim=1)
+    assert torch.equal(pool.view(-1, heads.width).nan_to_num(7.0), expected.nan_to_num(7.0))
