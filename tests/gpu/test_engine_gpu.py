@@ -14,7 +14,8 @@ from headrace.models.tensors import to_blobs
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 from headrace.types import Request, Sampling
 
-pytestmark = pytest.mark.gpu
+# Compilers warn of what they could do better, which is no error of ours.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 VOCAB = 199
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
