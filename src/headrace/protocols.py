@@ -100,8 +100,10 @@ class Trainer(Protocol):
 class PolicyClient(Protocol):
     """What an environment may ask of the policy. Interruptions, retries and journalling happen behind it."""
 
-    seed: int
-    """For the environment's own randomness: differs between attempts, the same when one is replayed."""
+    @property
+    def seed(self) -> int:
+        """For the environment's own randomness: differs between attempts, the same when one is replayed."""
+        ...
 
     async def sample(self, prompt_ids: np.ndarray, sampling: Sampling) -> Turn: ...
 

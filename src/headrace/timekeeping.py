@@ -52,7 +52,7 @@ class TimeLedger:
     def switch(self, activity: str) -> None:
         """End the current activity now and begin another."""
         with self._lock:
-            self._charge({self._current: 1.0}, activity)
+            self._charge(activity)
 
     @contextmanager
     def activity(self, activity: str) -> Iterator[None]:
@@ -66,19 +66,25 @@ class TimeLedger:
 
     def split(self, shares: Mapping[str, float], then: str) -> None:
         """End the current span and divide it by weight, for a pass that mixes two activities."""
+        total = sum(shares.values())
+        assert total > 0, "a span must be charged to something"
         with self._lock:
-            self._charge(shares, then)
+            span = self._end_span(then)
+            for activity, share in shares.items():
+                self._seconds[activity] += span * share / total
 
     def seconds(self) -> dict[str, float]:
         """Seconds by activity up to now; they sum to the worker's age."""
         with self._lock:
-            self._charge({self._current: 1.0}, self._current)
+            self._charge(self._current)
             return dict(self._seconds)
 
-    def _charge(self, shares: Mapping[str, float], then: str) -> None:
+    def _charge(self, then: str) -> None:
+        current = self._current
+        self._seconds[current] += self._end_span(then)
+
+    def _end_span(self, then: str) -> float:
+        """Seconds since the last switch."""
         assert then in self._seconds, f"unknown activity {then!r}"
-        now, total = self._clock(), sum(shares.values())
-        assert total > 0, "a span must be charged to something"
-        for activity, share in shares.items():
-            self._seconds[activity] += (now - self._since) * share / total
-        self._since, self._current = now, then
+        since, self._since, self._current = self._since, self._clock(), then
+        return self._since - since

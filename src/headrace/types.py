@@ -102,7 +102,7 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.token_ids.shape[0])
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +160,6 @@ class Episode:
     def num_tokens(self) -> int:
         return sum(turn.completion.num_tokens for t in self.trajectories for turn in t.turns)
 
-    @property
-    def oldest_version(self) -> int:
-        """Version of the oldest sampled token (a large number when nothing was sampled)."""
-        per_turn = (turn.completion.versions for t in self.trajectories for turn in t.turns)
-        return min((int(v.min()) for v in per_turn if v.size), default=2**31 - 1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeGroup:
@@ -176,6 +170,13 @@ class EpisodeGroup:
     episodes: tuple[Episode, ...]
     returns: tuple[float, ...]
     """The weighted sum of each episode's rewards."""
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest sampled token (a large number when nothing was sampled)."""
+        turns = [turn for e in self.episodes for t in e.trajectories for turn in t.turns]
+        versions = [turn.completion.versions for turn in turns]
+        return int(np.concatenate(versions).min(initial=2**31 - 1)) if versions else 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +205,7 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.token_ids.shape[0])
+        return len(self.token_ids)
 
     @property
     def num_loss_tokens(self) -> int:
@@ -244,8 +245,8 @@ class TensorBlob:
     dtype: str
     """As safetensors spells it: F32, BF16, ..."""
     shape: tuple[int, ...]
-    data: np.ndarray
-    """uint8 [num_bytes], contiguous."""
+    data: Any
+    """uint8 [num_bytes], contiguous: a numpy array, or a torch tensor where the bytes are on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,22 @@
-"""Any carrier of ``types`` as bytes, for sockets and the journal: JSON for structure, safetensors for arrays.
+"""Any carrier of ``types`` as bytes, for sockets and the journal: JSON for structure, raw bytes for arrays.
 
 In: a tree of dataclasses from ``types``, mappings, lists, tuples, scalars and numpy arrays. Out: one
-byte string, and back. Arrays of one dtype are joined into one tensor, so a batch of thousands of
-small arrays costs a handful of headers. Nothing is pickled and no class is looked up outside
-``types``: a frame can only name what the data contract names.
+byte string, and back. Nothing is pickled and no class is looked up outside ``types``: a frame can only
+name what the data contract names. A frame is a header of numbers (bytes of the tree, entries of each
+dtype), the tree as JSON, and all entries of one dtype after those of the other, so a batch of thousands of
+small arrays costs no more than one of a few large ones. Every JSON object has one key, which says what it
+stands for:
+
+    {"Task": [...]}     a carrier, its fields in order          {"()": [...]}           a tuple
+    {"i": 17}           the next 17 entries of the int32        {"{}": [key, value, ..]}  a mapping
+                        array; a list is a shape                {"=": 3}                what was met fourth
+    {"[]": ["Task", columns]}  a list of carriers by column     {"*i": [lengths, [2]]}  a column of arrays
+
+Carriers and arrays outside columns are numbered as they end. One that a frame holds more than once, such as
+the sampling settings of a group's requests, is written once and shared by what comes back.
 
 The controller encodes and decodes every attempt several times, on a core it shares: dispatch is by exact
-type, and what can be known of a class is looked up once.
+type, scalars are passed over without a call, and the JSON parser itself builds what a frame holds.
 """
 
 from __future__ import annotations
@@ -15,151 +25,263 @@ import dataclasses
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load, save
 
 from headrace import types
 
-_HEADER = struct.Struct("<I")
 _TYPES: dict[str, type] = {
     name: value
     for name, value in vars(types).items()
     if dataclasses.is_dataclass(value) and isinstance(value, type)
 }
-_FIELDS = {cls: tuple(field.name for field in dataclasses.fields(cls)) for cls in _TYPES.values()}
+_FIELDS = {name: tuple(field.name for field in dataclasses.fields(cls)) for name, cls in _TYPES.items()}
 _VALUES: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    cls: attrgetter(*names) for cls, names in _FIELDS.items()
+    cls: attrgetter(*_FIELDS[name]) for name, cls in _TYPES.items()
 }
-_PLAIN = {type(None), str, bool, int, float}
-_CODES = {
-    np.dtype(name): code
+_PLAIN = frozenset({type(None), str, bool, int, float})
+_DTYPES = {
+    code: np.dtype(name)
     for code, name in {
+        "l": "int64",
+        "L": "uint64",
+        "d": "float64",
         "i": "int32",
+        "I": "uint32",
         "f": "float32",
+        "h": "int16",
+        "H": "uint16",
+        "e": "float16",
         "b": "bool",
         "B": "uint8",
-        "H": "uint16",
-        "l": "int64",
-        "h": "int16",
-        "I": "uint32",
-        "e": "float16",
-        "L": "uint64",
         "c": "int8",
-        "d": "float64",
     }.items()
 }
-"""A letter a dtype, which names its joined tensor."""
+"""By letter, the widest first."""
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_NOTHING = {code: np.empty(0, dtype) for code, dtype in _DTYPES.items()}
+_HEADER = struct.Struct(f"<{1 + len(_DTYPES)}Q")
 _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 def encode(value: Any) -> bytes:
     """Bytes of ``value``; raises TypeError naming the path of anything the contract does not carry."""
     encoder = _Encoder()
-    return _frame(encoder.tree(value), encoder)
+    return _frame(_tree(encoder, value), encoder)
 
 
 def decode(frame: bytes | memoryview) -> Any:
-    """The value behind ``encode``'s bytes. Arrays share the memory of one read-only buffer a dtype."""
+    """The value behind ``encode``'s bytes. Arrays share the read-only memory of the frame."""
     frame = bytes(frame)
-    (length,) = _HEADER.unpack_from(frame)
-    tree = json.loads(frame[4 : 4 + length])
-    body = frame[4 + length :]
-    return _decoded(tree, load(body) if body else {})
+    num_bytes, *counts = _HEADER.unpack_from(frame)
+    decoder = _Decoder(frame, _HEADER.size + num_bytes, counts)
+    return json.loads(frame[_HEADER.size : _HEADER.size + num_bytes], object_pairs_hook=decoder.build)
 
 
 class FrameBuilder:
     """Several values in one frame, decoded as a list: the cost of a frame is paid once for all of them.
 
-    A value that cannot be carried raises when it is added and leaves the others as they were. The arrays
-    of what was added must not change before ``take``.
+    A value that cannot be carried raises when it is added and leaves the others as they were. What was
+    added must not change before ``take``.
     """
 
     def __init__(self) -> None:
-        self._encoder = _Encoder()
-        self._trees: list[Any] = []
+        self._values: list[Any] = []
+        self._start()
 
     def __len__(self) -> int:
-        return len(self._trees)
+        return len(self._values)
 
     def add(self, value: Any) -> None:
-        self._trees.append(self._encoder.tree(value))
+        try:
+            tree = _tree(self._encoder, value)
+        except TypeError:
+            # The encoder has numbered parts of what is not going to be written.
+            self._start()
+            raise
+        self._values.append(value)
+        self._trees.append(tree)
 
     def take(self) -> bytes:
         """The frame of everything added since the last ``take``."""
-        trees, encoder = self._trees, self._encoder
-        self._trees, self._encoder = [], _Encoder()
-        return _frame(trees, encoder)
+        frame = _frame(self._trees, self._encoder)
+        self._values = []
+        self._start()
+        return frame
+
+    def _start(self) -> None:
+        self._encoder = _Encoder()
+        self._trees = [self._encoder.walk(value) for value in self._values]
 
 
 def _frame(tree: Any, encoder: _Encoder) -> bytes:
-    head = _to_json(tree).encode()
-    return _HEADER.pack(len(head)) + head + encoder.body()
+    text = _to_json(tree).encode()
+    # The widest entries come first and begin where they may lie, so all are aligned.
+    text += b" " * (-len(text) % 8)
+    joined = {code: np.concatenate(encoder.arrays[code]) for code in _DTYPES if code in encoder.arrays}
+    counts = [joined[code].size if code in joined else 0 for code in _DTYPES]
+    return b"".join([_HEADER.pack(len(text), *counts), text, *(array.data for array in joined.values())])
+
+
+def _tree(encoder: _Encoder, value: Any) -> Any:
+    try:
+        return encoder.walk(value)
+    except _Unsupported as e:
+        where = _path_of_fault(value) or "value"
+        raise TypeError(f"{where}: {e} cannot cross a process boundary") from None
 
 
 class _Encoder:
     """Turns values into JSON trees and collects their arrays, by dtype."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[np.ndarray]] = {}
-        self._sizes: dict[str, int] = {}
-
-    def tree(self, value: Any) -> Any:
-        try:
-            return self.walk(value)
-        except _Unsupported as e:
-            where = _path_of_fault(value) or "value"
-            raise TypeError(f"{where}: {e} cannot cross a process boundary") from None
+        self.arrays: dict[str, list[np.ndarray]] = {}
+        self._numbers: dict[int, int] = {}
+        self._met: list[Any] = []
+        """Carriers and arrays by number; held, so that no id is used again."""
 
     def walk(self, v: Any) -> Any:
         kind = type(v)
-        if kind in _PLAIN:
-            return v
-        if kind is np.ndarray:
-            return self._array(v)
-        values = _VALUES.get(kind)
-        if values is not None:
-            return {"$c": kind.__name__, "f": list(map(self.walk, values(v)))}
-        if kind is tuple:
-            return {"$t": list(map(self.walk, v))}
+        values_of = _VALUES.get(kind)
+        if values_of is None and kind is not np.ndarray:
+            return self._container(v)
+        number = self._numbers.get(id(v))
+        if number is not None:
+            return {"=": number}
+        tree = self._array(v) if values_of is None else {kind.__name__: self._each(values_of(v))}
+        self._numbers[id(v)] = len(self._met)
+        self._met.append(v)
+        return tree
+
+    def _each(self, values: Iterable[Any]) -> list[Any]:
+        return [x if type(x) in _PLAIN else self.walk(x) for x in values]
+
+    def _container(self, v: Any) -> Any:
+        kind = type(v)
         if kind is list:
-            return list(map(self.walk, v))
+            return self._list(v)
+        if kind is tuple:
+            return {"()": self._list(v)}
         if kind is dict:
-            return {"$d": [[self.walk(k), self.walk(x)] for k, x in v.items()]}
-        if isinstance(v, np.generic):
-            return v.item()
-        for plain in (str, int, float):
-            # A subclass, such as an enumeration's member, travels as what it extends.
-            if isinstance(v, plain):
-                return str.__str__(v) if isinstance(v, str) else plain(v)
-        raise _Unsupported(kind.__name__)
+            return {"{}": self._each(chain.from_iterable(v.items()))}
+        return _scalar(v)
+
+    def _list(self, values: Sequence[Any]) -> Any:
+        kind = type(values[0]) if len(values) > 1 else None
+        if kind not in _VALUES or any(type(v) is not kind for v in values):
+            return self._each(values)
+        columns = zip(*map(_VALUES[kind], values), strict=True)
+        return {"[]": [kind.__name__, [self._column(column) for column in columns]]}
+
+    def _column(self, values: tuple[Any, ...]) -> Any:
+        first = values[0]
+        if type(first) is not np.ndarray or first.ndim == 0:
+            return self._each(values)
+        form = (first.dtype, first.ndim, first.shape[1:])
+        if any(type(v) is not np.ndarray or (v.dtype, v.ndim, v.shape[1:]) != form for v in values):
+            return self._each(values)
+        parts = self._parts(first.dtype)
+        parts.extend(values if first.ndim == 1 else [v.reshape(-1) for v in values])
+        return {f"*{_CODES[first.dtype]}": [[len(v) for v in values], first.shape[1:]]}
 
     def _array(self, a: np.ndarray) -> dict[str, Any]:
-        code = _CODES.get(a.dtype)
-        if code is None:
-            raise _Unsupported(f"an array of {a.dtype}")
-        start = self._sizes.get(code, 0)
-        self._parts.setdefault(code, []).append(a.reshape(-1))
-        self._sizes[code] = start + a.size
-        return {"$a": [code, start, *a.shape]}
+        parts = self._parts(a.dtype)
+        if a.ndim == 1:
+            parts.append(a)
+            return {_CODES[a.dtype]: a.size}
+        parts.append(a.reshape(-1))
+        return {_CODES[a.dtype]: a.shape}
 
-    def body(self) -> bytes:
-        joined = {code: np.concatenate(parts) for code, parts in self._parts.items()}
-        return save(joined) if joined else b""
+    def _parts(self, dtype: np.dtype[Any]) -> list[np.ndarray]:
+        code = _CODES.get(dtype)
+        if code is None:
+            raise _Unsupported(f"an array of {dtype}")
+        return self.arrays.setdefault(code, [])
+
+
+class _Decoder:
+    """Builds what the objects of a tree stand for, in the order in which they end."""
+
+    def __init__(self, frame: bytes, start: int, counts: Iterable[int]) -> None:
+        """``start``: where the entries of the first dtype begin."""
+        self._joined = dict(_NOTHING)
+        for (code, dtype), count in zip(_DTYPES.items(), counts, strict=True):
+            if count:
+                self._joined[code] = np.frombuffer(frame, dtype, count, start)
+                start += count * dtype.itemsize
+        self._used = dict.fromkeys(_DTYPES, 0)
+        self._met: list[Any] = []
+
+    def build(self, pairs: list[tuple[str, Any]]) -> Any:
+        ((tag, body),) = pairs
+        if tag in _DTYPES:
+            made = self._array(tag, body)
+        elif tag in _TYPES:
+            made = _carrier(tag, body)
+        else:
+            return self._unnumbered(tag, body)
+        self._met.append(made)
+        return made
+
+    def _unnumbered(self, tag: str, body: Any) -> Any:
+        if tag == "()":
+            return tuple(body)
+        if tag == "{}":
+            return dict(zip(body[::2], body[1::2], strict=True))
+        if tag == "=":
+            return self._met[body]
+        if tag == "[]":
+            name, columns = body
+            return [_carrier(name, row) for row in zip(*columns, strict=True)]
+        if tag[0] == "*":
+            lengths, rest = body
+            shapes = [[length, *rest] for length in lengths] if rest else lengths
+            return [self._array(tag[1:], shape) for shape in shapes]
+        raise KeyError(tag)
+
+    def _array(self, code: str, shape: int | list[int]) -> np.ndarray:
+        start = self._used[code]
+        if isinstance(shape, int):
+            end = self._used[code] = start + shape
+            return self._joined[code][start:end]
+        end = self._used[code] = start + math.prod(shape)
+        return self._joined[code][start:end].reshape(shape)
+
+
+def _carrier(name: str, values: Sequence[Any]) -> Any:
+    names = _FIELDS[name]
+    if len(values) != len(names):
+        raise ValueError(f"a {name} of {len(values)} fields; this version has {len(names)}")
+    return _TYPES[name](**dict(zip(names, values, strict=True)))
 
 
 class _Unsupported(Exception):
-    """Something the contract does not carry; ``encode`` finds out where."""
+    """Something the contract does not carry; ``_tree`` finds out where."""
+
+
+def _scalar(v: Any) -> Any:
+    """A subclass, such as an enumeration's member, travels as what it extends."""
+    if type(v) in _PLAIN:
+        return v
+    if isinstance(v, np.generic):
+        return v.item()
+    if isinstance(v, str):
+        return str.__str__(v)
+    for plain in (int, float):
+        if isinstance(v, plain):
+            return plain(v)
+    raise _Unsupported(type(v).__name__)
 
 
 def _path_of_fault(v: Any, path: str = "") -> str:
     """Where in ``v`` the first thing lies that cannot be encoded."""
     children: list[tuple[str, Any]] = []
-    if type(v) in _FIELDS:
-        children = [(f"{path}.{name}", getattr(v, name)) for name in _FIELDS[type(v)]]
+    if type(v) in _VALUES:
+        children = [(f"{path}.{name}", getattr(v, name)) for name in _FIELDS[type(v).__name__]]
     elif type(v) is dict:
         children = [(path, k) for k in v] + [(f"{path}.{k}", x) for k, x in v.items()]
     elif type(v) in (list, tuple):
@@ -170,24 +292,3 @@ def _path_of_fault(v: Any, path: str = "") -> str:
         except _Unsupported:
             return _path_of_fault(child, where)
     return path
-
-
-def _decoded(v: Any, joined: dict[str, np.ndarray]) -> Any:
-    if type(v) is list:
-        return [_decoded(x, joined) for x in v]
-    if type(v) is not dict:
-        return v
-    if "f" in v:
-        cls = _TYPES[v["$c"]]
-        names = _FIELDS[cls]
-        values = v["f"]
-        if len(values) != len(names):
-            raise ValueError(f"a {cls.__name__} of {len(values)} fields; this version has {len(names)}")
-        return cls(**{name: _decoded(x, joined) for name, x in zip(names, values, strict=True)})
-    if "$a" in v:
-        code, start, *shape = v["$a"]
-        array = joined[code][start : start + math.prod(shape)]
-        return array if len(shape) == 1 else array.reshape(shape)
-    if "$t" in v:
-        return tuple([_decoded(x, joined) for x in v["$t"]])
-    return {_decoded(k, joined): _decoded(x, joined) for k, x in v["$d"]}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from headrace import types
-from headrace.wire import decode, encode
+from headrace.wire import FrameBuilder, decode, encode
 
 
 def same(a: Any, b: Any) -> bool:
@@ -213,6 +213,63 @@ def test_unsupported_type_names_its_path(value, path):
 
 
 def test_a_frame_can_only_name_carriers():
-    head = json.dumps({"$c": "Stranger", "f": []}).encode()
+    head = json.dumps({"Stranger": []}).encode()
     with pytest.raises(KeyError, match="Stranger"):
-        decode(struct.pack("<I", len(head)) + head)
+        decode(struct.pack("<13Q", len(head), *[0] * 12) + head)
+
+
+def test_what_a_frame_holds_twice_is_written_once_and_shared():
+    prompt_ids, sampling = np.arange(1000, dtype=np.int32), types.Sampling(max_tokens=8)
+    requests = [types.Request(id=str(i), prompt_ids=prompt_ids, sampling=sampling, seed=i) for i in range(8)]
+    builder = FrameBuilder()
+    for request in requests:
+        builder.add(["call", request])
+    frame = builder.take()
+    assert len(frame) < 2 * prompt_ids.nbytes
+    back = [request for _, request in decode(frame)]
+    assert same(back, requests)
+    assert (
+        len({id(request.prompt_ids) for request in back})
+        == len({id(request.sampling) for request in back})
+        == 1
+    )
+
+
+def test_a_value_that_cannot_be_carried_leaves_the_others_as_they_were():
+    builder = FrameBuilder()
+    shared = ints(1, 2, 3)
+    builder.add({"before": shared})
+    with pytest.raises(TypeError, match=r"\[1\]: Stranger"):
+        builder.add([ints(4, 5), Stranger(), ints(6)])
+    builder.add({"after": [shared, ints(7)]})
+    assert len(builder) == 2
+    assert same(decode(builder.take()), [{"before": shared}, {"after": [shared, ints(7)]}])
+    assert decode(builder.take()) == []
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"token_ids": np.arange(3)},
+        {"token_ids": np.array(5, dtype=np.int32)},
+        {"token_ids": np.zeros((3, 2), dtype=np.int32)},
+        {"token_ids": np.zeros(0, dtype=np.int32)},
+        {"ref_logprobs": None},
+        {"kv_versions": np.arange(12, dtype=np.int32).reshape(6, 2)[::2]},
+        {"temperature": np.float32(0.5)},
+    ],
+)
+def test_lists_of_one_carrier_may_differ_in_every_field(odd):
+    sample = examples()["Sample"]
+    other = dataclasses.replace(sample, **odd)
+    expected = dataclasses.replace(other, temperature=float(other.temperature))
+    for order in ([sample, other], [other, sample, sample]):
+        wanted = [expected if s is other else s for s in order]
+        assert same(decode(encode(order)), wanted)
+        assert same(decode(encode(tuple(order))), tuple(wanted))
+
+
+def test_arrays_of_every_width_are_aligned():
+    widths = ["int8", "int64", "float16", "int32", "bool", "float64", "uint8"]
+    back = decode(encode([np.ones(3, dtype=name) for name in widths]))
+    assert all(a.flags.aligned for a in back)

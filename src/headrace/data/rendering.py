@@ -93,7 +93,8 @@ class Renderer:
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of ``token_ids``, special tokens removed."""
-        return self._tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=True)
+        ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def single_token_ids(self, texts: Iterable[str]) -> tuple[int, ...]:
         """The id of each text; raises ModelError for one that is not exactly one token."""

@@ -18,7 +18,7 @@ import numpy as np
 from headrace.types import EpisodeGroup, Routing, Sample, SamplingMask, Trajectory, Turn
 
 NEVER_SAMPLED = 2**31 - 1
-"""``oldest_version`` of a sample without sampled tokens, as ``Episode.oldest_version`` has it."""
+"""``oldest_version`` of a sample without sampled tokens, as ``EpisodeGroup.oldest_version`` has it."""
 
 
 def build_samples(group: EpisodeGroup, advantages: Sequence[float] | np.ndarray) -> tuple[Sample, ...]:
@@ -26,13 +26,15 @@ def build_samples(group: EpisodeGroup, advantages: Sequence[float] | np.ndarray)
     if len(advantages) != len(group.episodes):
         raise ValueError(f"advantages: {len(advantages)} given for {len(group.episodes)} episodes")
     pairs = sorted(zip(group.episodes, advantages, strict=True), key=lambda pair: pair[0].attempt)
-    return tuple(
-        _chain_sample(chain, group=group.group, attempt=episode.attempt, advantage=float(advantage))
+    chains = [
+        (episode.attempt, float(advantage), chain)
         for episode, advantage in pairs
         for trajectory in episode.trajectories
         if trajectory.trainable
         for chain in _chains(trajectory)
-    )
+    ]
+    columns = _Columns(sum(_num_tokens(chain) for _, _, chain in chains))
+    return tuple([columns.sample(group.group, *chain) for chain in chains])
 
 
 def oldest_version(sample: Sample) -> int:
@@ -64,36 +66,49 @@ def _continues(before: Turn, turn: Turn) -> bool:
     )
 
 
-def _chain_sample(chain: Sequence[Turn], *, group: int, attempt: int, advantage: float) -> Sample:
-    last = chain[-1]
-    token_ids = np.concatenate([last.prompt_ids, last.completion.token_ids]).astype(np.int32)
-    num_tokens = token_ids.shape[0]
-    loss_mask = np.zeros(num_tokens, dtype=bool)
-    logprobs = np.zeros(num_tokens, dtype=np.float32)
-    versions = np.full(num_tokens, -1, dtype=np.int32)
-    for turn in chain:
-        span = _sampled_span(turn)
-        loss_mask[span] = True
-        logprobs[span] = turn.completion.logprobs
-        versions[span] = turn.completion.versions
-    return Sample(
-        group=group,
-        attempt=attempt,
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        behavior_logprobs=logprobs,
-        versions=versions,
-        advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
-        temperature=last.sampling.temperature,
-        kv_versions=last.completion.kv_versions,
-        routing=_chain_routing(chain, num_tokens),
-        sampling_mask=_chain_sampling_mask(chain, num_tokens),
-    )
+class _Columns:
+    """The tokens of a group's samples side by side, of which every sample is a stretch: a handful of arrays
+    is made for the group instead of for each attempt."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._used = 0
+        self._token_ids = np.empty(num_tokens, dtype=np.int32)
+        self._loss_mask = np.zeros(num_tokens, dtype=bool)
+        self._logprobs = np.zeros(num_tokens, dtype=np.float32)
+        self._versions = np.full(num_tokens, -1, dtype=np.int32)
+        self._advantages = np.zeros(num_tokens, dtype=np.float32)
+
+    def sample(self, group: int, attempt: int, advantage: float, chain: Sequence[Turn]) -> Sample:
+        """The next stretch, filled with ``chain``."""
+        start, last, num_tokens = self._used, chain[-1], _num_tokens(chain)
+        end = self._used = start + num_tokens
+        answer = start + last.prompt_ids.shape[0]
+        self._token_ids[start:answer] = last.prompt_ids
+        self._token_ids[answer:end] = last.completion.token_ids
+        for turn in chain:
+            first = start + turn.prompt_ids.shape[0]
+            span = slice(first, first + turn.completion.num_tokens)
+            self._loss_mask[span] = True
+            self._logprobs[span] = turn.completion.logprobs
+            self._versions[span] = turn.completion.versions
+            self._advantages[span] = advantage
+        return Sample(
+            group=group,
+            attempt=attempt,
+            token_ids=self._token_ids[start:end],
+            loss_mask=self._loss_mask[start:end],
+            behavior_logprobs=self._logprobs[start:end],
+            versions=self._versions[start:end],
+            advantages=self._advantages[start:end],
+            temperature=last.sampling.temperature,
+            kv_versions=last.completion.kv_versions,
+            routing=_chain_routing(chain, num_tokens),
+            sampling_mask=_chain_sampling_mask(chain, num_tokens),
+        )
 
 
-def _sampled_span(turn: Turn) -> slice:
-    start = turn.prompt_ids.shape[0]
-    return slice(start, start + turn.completion.num_tokens)
+def _num_tokens(chain: Sequence[Turn]) -> int:
+    return chain[-1].prompt_ids.shape[0] + chain[-1].completion.num_tokens
 
 
 def _chain_routing(chain: Sequence[Turn], num_tokens: int) -> Routing | None:
@@ -118,14 +133,13 @@ def _chain_routing(chain: Sequence[Turn], num_tokens: int) -> Routing | None:
 
 def _chain_sampling_mask(chain: Sequence[Turn], num_tokens: int) -> SamplingMask | None:
     """Kept tokens by position of the sample; positions that were not sampled have empty rows."""
-    counts = np.zeros(num_tokens, dtype=np.int64)
-    ids: list[np.ndarray] = []
-    for turn in chain:
-        mask = turn.completion.sampling_mask
-        if mask is not None:
-            counts[_sampled_span(turn)] = np.diff(mask.offsets)
-            ids.append(mask.token_ids)
-    if not ids:
+    masks = [(turn, mask) for turn in chain if (mask := turn.completion.sampling_mask) is not None]
+    if not masks:
         return None
+    counts = np.zeros(num_tokens, dtype=np.int64)
+    for turn, mask in masks:
+        start = turn.prompt_ids.shape[0]
+        counts[start : start + turn.completion.num_tokens] = np.diff(mask.offsets)
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
-    return SamplingMask(token_ids=np.concatenate(ids).astype(np.int32), offsets=offsets)
+    token_ids = np.concatenate([mask.token_ids for _, mask in masks]).astype(np.int32)
+    return SamplingMask(token_ids=token_ids, offsets=offsets)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from headrace.data.rendering import Renderer
 from headrace.errors import PromptTooLongError
 from headrace.protocols import PolicyClient
@@ -21,12 +23,19 @@ class SingleTurn:
         self._renderer = renderer
         self._sampling = sampling
         self._max_context = renderer.max_context if max_context is None else max_context
+        self._last: tuple[Task, np.ndarray, Sampling] | None = None
 
     async def run(self, task: Task, policy: PolicyClient) -> tuple[Trajectory, ...]:
-        prompt_ids = self._renderer.prompt_ids(task)
-        turn = await policy.sample(prompt_ids, self._fitting(task, len(prompt_ids)))
+        turn = await policy.sample(*self._question(task))
         text = self._renderer.decode(turn.completion.token_ids)
         return (Trajectory(turns=(turn,), text=text),)
+
+    def _question(self, task: Task) -> tuple[np.ndarray, Sampling]:
+        """Prompt and sampling settings. A group's attempts begin one after the other, so the last are kept."""
+        if self._last is None or self._last[0] is not task:
+            prompt_ids = self._renderer.prompt_ids(task)
+            self._last = (task, prompt_ids, self._fitting(task, len(prompt_ids)))
+        return self._last[1:]
 
     def _fitting(self, task: Task, num_prompt_tokens: int) -> Sampling:
         """The sampling settings, with ``max_tokens`` cut to what the context leaves."""
@@ -38,4 +47,6 @@ class SingleTurn:
                 f"task {task.id} has a prompt of {num_prompt_tokens} tokens, which leaves no room in a "
                 f"context of {self._max_context}: shorten or remove the task, or use a model made for more"
             )
-        return replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room))
+        if room >= self._sampling.max_tokens:
+            return self._sampling
+        return replace(self._sampling, max_tokens=room)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import importlib
 import inspect
 import os
@@ -60,6 +61,8 @@ class RoleHost:
             raise RoleError(
                 f"{self._name} has no method {method!r}; start a {self._kind or 'role'} that has it"
             )
+        if self._kind != "scorer":
+            return await answer(self._role, args, note)
         with self._calls:
             return await answer(self._role, args, note)
 
@@ -76,6 +79,8 @@ class RoleHost:
         sys.path.extend(entry for entry in import_path if entry not in sys.path)
         self._role = await build_role(factory, settings, num_threads=num_threads)
         self._kind = kind
+        # What was imported and built lives as long as the process: the collector need not walk it again.
+        gc.freeze()
         self._calls.ready()
         self._heartbeat = asyncio.create_task(self._send_heartbeats(heartbeat_s), name="heartbeat")
         self._heartbeat.add_done_callback(self._check_heartbeat)

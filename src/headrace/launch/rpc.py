@@ -1,6 +1,6 @@
 """Calls between processes: many at once over one channel, each with a deadline.
 
-    caller -> server   ["call", id, method, args, wants_notes]     ["cancel", id]
+    caller -> server   ["call", id, method, wants_notes, *args]    ["cancel", id]
     server -> caller   ["note", id, value]  ["result", id, value]  ["error", id, class, message, traceback]
     server -> caller   ["event", name, value]                      belongs to no call
 
@@ -42,6 +42,9 @@ class _Pending:
     method: str
     answer: asyncio.Future[Any]
     on_note: Note | None
+    deadline_s: float
+    due: float
+    """When the deadline passes, on the event loop's clock."""
 
 
 class Caller:
@@ -61,8 +64,11 @@ class Caller:
         self._channel = channel
         self._on_event = on_event
         self._explain_end = explain_end
+        self._loop = asyncio.get_running_loop()
         self._ids = itertools.count()
         self._pending: dict[int, _Pending] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+        """Rings no later than the first deadline: one timer for all calls, since hardly any deadline passes."""
         self._end: str | None = None
         self._pump = asyncio.create_task(self._receive(), name=f"{role} answers")
 
@@ -70,19 +76,13 @@ class Caller:
         if self._end is not None:
             raise RoleError(self._end)
         call_id = next(self._ids)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._channel.post(["call", call_id, method, list(args), on_note is not None])
-        self._pending[call_id] = _Pending(method, answer, on_note)
-        deadline = asyncio.timeout(deadline_s)
+        answer: asyncio.Future[Any] = self._loop.create_future()
+        self._channel.post(["call", call_id, method, on_note is not None, *args])
+        due = self._loop.time() + deadline_s
+        self._pending[call_id] = _Pending(method, answer, on_note, deadline_s, due)
+        self._ring_by(due)
         try:
-            async with deadline:
-                return await answer
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise DeadlineError(
-                f"{self.role} did not answer {method!r} within {deadline_s:g} s; its log may say why"
-            ) from None
+            return await answer
         finally:
             del self._pending[call_id]
             if answer.cancelled():
@@ -96,6 +96,29 @@ class Caller:
         """Returns when the channel has ended and every pending call has failed."""
         await asyncio.shield(self._pump)
 
+    def _ring_by(self, due: float) -> None:
+        if self._alarm is not None:
+            if self._alarm.when() <= due:
+                return
+            self._alarm.cancel()
+        self._alarm = self._loop.call_at(due, self._give_up)
+
+    def _give_up(self) -> None:
+        """Fail the calls whose deadline has passed, and have the next one ring."""
+        now, self._alarm = self._loop.time(), None
+        waiting = {i: p for i, p in self._pending.items() if not p.answer.done()}
+        for call_id, pending in waiting.items():
+            if pending.due > now:
+                self._ring_by(pending.due)
+                continue
+            pending.answer.set_exception(
+                DeadlineError(
+                    f"{self.role} did not answer {pending.method!r} within {pending.deadline_s:g} s; "
+                    "its log may say why"
+                )
+            )
+            self._channel.post(["cancel", call_id])
+
     async def _receive(self) -> None:
         try:
             while True:
@@ -106,6 +129,8 @@ class Caller:
             self._channel.abandon()
             reason = f"{self.role} sent what cannot be read: {type(error).__name__}: {error}"
         self._end = reason
+        if self._alarm is not None:
+            self._alarm.cancel()
         for pending in self._pending.values():
             if not pending.answer.done():
                 pending.answer.set_exception(RoleError(f"{reason} ({pending.method!r} was under way)"))
@@ -161,7 +186,7 @@ class Server:
 
     def _handle(self, message: Any) -> None:
         match message:
-            case ["call", call_id, method, args, wants_notes]:
+            case ["call", call_id, method, wants_notes, *args]:
                 task = asyncio.create_task(self._answer(call_id, method, args, wants_notes), name=method)
                 self._running[call_id] = task
                 task.add_done_callback(lambda _: self._running.pop(call_id, None))

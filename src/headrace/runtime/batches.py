@@ -22,11 +22,13 @@ def make_batch(groups: Sequence[ReadyGroup], *, step: int, version: int, advanta
 
 def describe(groups: Sequence[ReadyGroup], version: int) -> dict[str, float]:
     """Reward, lag and size of a batch trained from ``version``."""
-    lags = np.concatenate([group.lags(version) for group in groups])
+    samples = [sample for group in groups for sample in group.samples]
+    sampled = np.concatenate([sample.loss_mask for sample in samples])
+    lags = version - np.concatenate([sample.versions for sample in samples])[sampled]
     return {
         "reward": float(np.mean([group.mean_return for group in groups])),
         "lag_mean": float(lags.mean()) if lags.size else 0.0,
         "lag_max": int(lags.max()) if lags.size else 0,
         "tokens": int(lags.size),
-        "samples": sum(len(group.samples) for group in groups),
+        "samples": len(samples),
     }

@@ -12,8 +12,6 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from headrace.errors import DeadlineError
 from headrace.runtime.plan import RunPlan
 from headrace.runtime.staleness import Decision, decide
@@ -27,10 +25,6 @@ class ReadyGroup:
     """Ordered by attempt."""
     oldest_version: int
     mean_return: float
-
-    def lags(self, version: int) -> np.ndarray:
-        """Lag of every sampled token if the group is trained from ``version``."""
-        return np.concatenate([version - s.versions[s.loss_mask] for s in self.samples])
 
 
 class RolloutBuffer:

@@ -9,7 +9,7 @@ from the engines what it had sampled, so that no token goes uncounted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -120,25 +120,36 @@ class GroupRunner:
 
     async def _attempts(self, live: LiveGroup) -> tuple[Episode, ...]:
         missing = [a for a in range(live.num_attempts) if a not in live.episodes]
-        tasks = [asyncio.create_task(self._attempt(live, a)) for a in missing]
+        tasks = {asyncio.create_task(self._attempt(live, a)): a for a in missing}
         try:
             if tasks:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            errors = [t.exception() for t in tasks if t.done() and t.exception() is not None]
-            if errors:
-                # The siblings stop too: groups are trained or dropped whole.
-                self._ending.setdefault(live.group, "failed")
-                await self._router.abort(live.group)
-                await asyncio.wait(tasks, timeout=self._plan.sync_s)
-                real = [e for e in errors if not isinstance(e, Interrupted)]
-                if real:
-                    self._ending.pop(live.group, None)
-                raise (real or errors)[0]  # type: ignore[misc]
-        finally:
+                await self._all(live, tasks)
+        except BaseException:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return tuple(live.episodes[a] for a in range(live.num_attempts))
+            raise
+        return tuple([live.episodes[a] for a in range(live.num_attempts)])
+
+    async def _all(self, live: LiveGroup, tasks: Mapping[asyncio.Task[None], int]) -> None:
+        """Until every attempt has ended well. They began together, so one deadline is the deadline of each."""
+        attempt_s = self._plan.attempt_s
+        done, late = await asyncio.wait(tasks, timeout=attempt_s, return_when=asyncio.FIRST_EXCEPTION)
+        errors = [error for task in tasks if task in done and (error := task.exception()) is not None]
+        if not errors and not late:
+            return
+        # The siblings stop too: groups are trained or dropped whole.
+        self._ending.setdefault(live.group, "failed")
+        await self._router.abort(live.group)
+        await asyncio.wait(tasks, timeout=self._plan.sync_s)
+        if not errors:
+            attempt = min(tasks[task] for task in late)
+            text = f"attempt {live.group}/{attempt} took longer than rollout.attempt_s = {attempt_s:g} s"
+            errors = [TimeoutError(text)]
+        real = [error for error in errors if not isinstance(error, Interrupted)]
+        if real:
+            self._ending.pop(live.group, None)
+        raise (real or errors)[0]
 
     async def _attempt(self, live: LiveGroup, attempt: int) -> None:
         client = RolloutClient(
@@ -149,15 +160,7 @@ class GroupRunner:
             seed=self._plan.seed,
             stopping=lambda: self._paused or live.group in self._ending,
         )
-        try:
-            async with asyncio.timeout(self._plan.attempt_s):
-                episode = await run_attempt(self._environment, live, attempt, client)
-        except TimeoutError:
-            raise TimeoutError(
-                f"attempt {live.group}/{attempt} took longer than "
-                f"rollout.attempt_s = {self._plan.attempt_s:g} s"
-            ) from None
-        self._record(episode)
+        self._record(await run_attempt(self._environment, live, attempt, client))
 
     async def _score(self, live: LiveGroup, episodes: tuple[Episode, ...]) -> None:
         rewards = await self._scorer.score(live.task, episodes)
@@ -198,6 +201,6 @@ def ready_group(plan: RunPlan, scored: EpisodeGroup) -> ReadyGroup:
     return ReadyGroup(
         group=scored.group,
         samples=build_samples(scored, advantages),
-        oldest_version=min(episode.oldest_version for episode in scored.episodes),
-        mean_return=float(np.mean(scored.returns)),
+        oldest_version=scored.oldest_version,
+        mean_return=sum(scored.returns) / len(scored.returns),
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from headrace.errors import CheckpointError
 
 _FRAME = struct.Struct("<II")
 
-Record = Mapping[str, Any]
+Record = dict[str, Any]
+"""A ``kind`` and its fields. Whoever made it does not change it any more."""
 
 
 class Journal:
@@ -38,7 +39,7 @@ class Journal:
 
     def write(self, record: Record) -> None:
         """Note the record; ``flush`` hands it over."""
-        self._unwritten.add(dict(record))
+        self._unwritten.add(record)
 
     @property
     def has_unwritten(self) -> bool:

@@ -12,12 +12,14 @@ an ``InvariantError``. Attempts that reached an end survive only as counts, so t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, get_args
 
 from headrace.errors import InvariantError
 from headrace.types import DropReason
 
 LIVE_STATES = ("generating", "scoring", "buffered", "training")
+_NEXT = dict(pairwise((*LIVE_STATES, "trained")))
 END_STATES = ("trained", *(f"dropped:{reason}" for reason in get_args(DropReason)))
 
 
@@ -53,8 +55,7 @@ class AttemptLedger:
 
     def move(self, group: int, attempts: range | tuple[int, ...], before: str, after: str) -> None:
         """Move live attempts one state on, or to ``trained``."""
-        order = (*LIVE_STATES, "trained")
-        if order.index(after) != order.index(before) + 1:
+        if _NEXT.get(before) != after:
             raise InvariantError(f"an attempt cannot go from {before} to {after}")
         for attempt in attempts:
             entry = self._entry(group, attempt)

@@ -281,7 +281,7 @@ class Pipeline:
         if not self._journal.has_unwritten:
             asyncio.get_running_loop().call_soon(self._flush)
         self._journal.write(record)
-        self.state.apply(dict(record))
+        self.state.apply(record)
 
     def _flush(self) -> None:
         try:

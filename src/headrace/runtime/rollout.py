@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -48,47 +49,59 @@ class RolloutClient:
         self._seed = seed
         self._stopping = stopping
         self._next_turn = 0
-        self.seed = turn_seed(seed, live.group, attempt, -1)
+
+    @cached_property
+    def seed(self) -> int:
+        return turn_seed(self._seed, self._live.group, self._attempt, -1)
 
     async def sample(self, prompt_ids: np.ndarray, sampling: Sampling) -> Turn:
         number, self._next_turn = self._next_turn, self._next_turn + 1
         if number < len(self._finished):
             return self._finished[number]
-        seed = turn_seed(self._seed, self._live.group, self._attempt, number)
         request = Request(
             id=f"{self._live.group}/{self._attempt}/{number}",
             prompt_ids=prompt_ids,
             sampling=sampling,
-            seed=seed,
+            seed=turn_seed(self._seed, self._live.group, self._attempt, number),
+            prefix=self._unfinished,
         )
         completion, engine = await self._generate(request, number)
         turn = Turn(
-            prompt_ids=prompt_ids, completion=completion, sampling=sampling, seed=seed, engine=engine.name
+            prompt_ids=prompt_ids,
+            completion=self._news(completion),
+            sampling=sampling,
+            seed=request.seed,
+            engine=engine.name,
         )
-        known = self._journalled.num_tokens
-        self._write("turn", number, value=replace(turn, completion=completions.tail(completion, known)))
+        self._write("turn", number, value=turn)
         return self._finished[number]
 
     async def _generate(self, request: Request, number: int) -> tuple[Completion, Engine]:
         """Until the completion is finished, whatever interrupts it."""
         while not self._stopping():
-            prefix = self._journalled
-            resumed = replace(request, prefix=prefix if prefix.num_tokens else None)
-            with self._router.lease(request.id) as engine:
-                try:
-                    completion = await engine.generate(resumed, lambda c: self._journal(number, c))
-                except asyncio.CancelledError:
-                    await engine.abort((request.id,))
-                    raise
+            engine = self._router.lease(self._live.group, request.id)
+            try:
+                completion = await engine.generate(request, lambda c: self._journal(number, c))
+            except asyncio.CancelledError:
+                await engine.abort((request.id,))
+                raise
+            finally:
+                self._router.release(self._live.group, request.id)
             if completion.finish_reason != "abort":
                 return completion, engine
             self._journal(number, completion)
+            request = replace(request, prefix=self._unfinished)
         raise Interrupted
 
     def _journal(self, number: int, so_far: Completion) -> None:
-        known = self._journalled.num_tokens
-        if so_far.num_tokens > known:
-            self._write("tokens", number, more=completions.tail(so_far, known))
+        news = self._news(so_far)
+        if news.num_tokens:
+            self._write("tokens", number, more=news)
+
+    def _news(self, completion: Completion) -> Completion:
+        """What the journal does not hold yet."""
+        known = self._unfinished
+        return completion if known is None else completions.tail(completion, known.num_tokens)
 
     def _write(self, kind: str, number: int, **fields: object) -> None:
         where = {"group": self._live.group, "attempt": self._attempt, "turn": number}
@@ -99,8 +112,9 @@ class RolloutClient:
         return self._live.turns.get(self._attempt, [])
 
     @property
-    def _journalled(self) -> Completion:
-        return self._live.unfinished.get(self._attempt, completions.EMPTY)
+    def _unfinished(self) -> Completion | None:
+        """What the journal holds of the running turn; None: nothing."""
+        return self._live.unfinished.get(self._attempt)
 
 
 async def run_attempt(
@@ -117,14 +131,14 @@ async def run_attempt(
     }
 
 
-def _by_number(trajectory: Trajectory, turns: list[Turn]) -> dict[str, object]:
+def _by_number(trajectory: Trajectory, turns: list[Turn]) -> list[object]:
     numbers = {id(turn): i for i, turn in enumerate(turns)}
-    return {
-        "turns": [numbers[id(turn)] for turn in trajectory.turns],
-        "text": trajectory.text,
-        "policy": trajectory.policy,
-        "trainable": trajectory.trainable,
-    }
+    return [
+        [numbers[id(turn)] for turn in trajectory.turns],
+        trajectory.text,
+        trajectory.policy,
+        trajectory.trainable,
+    ]
 
 
 def turn_seed(seed: int, group: int, attempt: int, turn: int) -> int:

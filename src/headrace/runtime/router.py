@@ -6,8 +6,7 @@ they share the prompt's key-value blocks there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from headrace.protocols import Engine
 
@@ -18,33 +17,31 @@ class Router:
         self.engines = tuple(engines)
         self._affinity = affinity
         self._load = [0] * len(self.engines)
-        self._home: dict[str, int] = {}
-        self._leases: dict[str, int] = {}
+        self._home: dict[int, int] = {}
+        self._leases: dict[int, dict[str, int]] = {}
+        """Engine by request, by group."""
 
-    @contextmanager
-    def lease(self, request_id: str) -> Iterator[Engine]:
-        group = request_id.split("/", 1)[0]
-        index = self._pick(group)
+    def lease(self, group: int, request_id: str) -> Engine:
+        """The engine to ask; it counts as busy with the request until ``release``."""
+        least = self._load.index(min(self._load))
+        home = self._home.setdefault(group, least)
+        index = home if self._load[home] <= self._load[least] + self._affinity else least
         self._home[group] = index
         self._load[index] += 1
-        self._leases[request_id] = index
-        try:
-            yield self.engines[index]
-        finally:
-            self._load[index] -= 1
-            del self._leases[request_id]
+        self._leases.setdefault(group, {})[request_id] = index
+        return self.engines[index]
 
-    def _pick(self, group: str) -> int:
-        least = min(range(len(self.engines)), key=lambda i: (self._load[i], i))
-        home = self._home.get(group, least)
-        return home if self._load[home] <= self._load[least] + self._affinity else least
+    def release(self, group: int, request_id: str) -> None:
+        self._load[self._leases[group].pop(request_id)] -= 1
 
     async def abort(self, group: int) -> None:
         """Ask the engines to hand back what this group's requests have sampled."""
+        leases = self._leases.get(group, {})
         for index, engine in enumerate(self.engines):
-            mine = [r for r, i in self._leases.items() if i == index and r.split("/", 1)[0] == str(group)]
+            mine = [request_id for request_id, at in leases.items() if at == index]
             if mine:
                 await engine.abort(mine)
 
     def forget(self, group: int) -> None:
-        self._home.pop(str(group), None)
+        self._home.pop(group, None)
+        self._leases.pop(group, None)

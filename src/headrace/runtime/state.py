@@ -7,7 +7,8 @@ killed controller knew is what its successor reads back. The record kinds:
     tokens   {group, attempt, turn, more}          an unfinished turn grew by the completion ``more``
     turn     {group, attempt, turn, value}         a turn is finished: a ``Turn`` whose completion holds
                                                    only what ``tokens`` records have not said yet
-    episode  {group, attempt, trajectories}        an attempt is finished; its turns are named by number
+    episode  {group, attempt, trajectories}        an attempt is finished; a trajectory is a list of its turns
+                                                   by number, text, policy and trainable
     scored   {group, rewards, returns}             the group waits for its batch
     drop     {group, reason, detail}               a group ends untrained
     take     {step, groups}                        a step begins to train these groups
@@ -117,8 +118,8 @@ def _turn(state: RunState, r: dict[str, Any]) -> None:
     if r["turn"] != len(done):
         raise InvariantError(f"turn {r['turn']} of attempt {(live.group, attempt)} is out of turn")
     state.ledger.sampled(live.group, attempt, turn.completion.num_tokens)
-    known = live.unfinished.pop(attempt, completions.EMPTY)
-    done.append(replace(turn, completion=completions.join(known, turn.completion)))
+    known = live.unfinished.pop(attempt, None)
+    done.append(turn if known is None else replace(turn, completion=completions.join(known, turn.completion)))
 
 
 def _episode(state: RunState, r: dict[str, Any]) -> None:
@@ -126,8 +127,8 @@ def _episode(state: RunState, r: dict[str, Any]) -> None:
     state.ledger.move(live.group, (attempt,), "generating", "scoring")
     turns = live.turns.get(attempt, [])
     trajectories = tuple(
-        Trajectory(turns=tuple(turns[i] for i in t["turns"]), **{k: v for k, v in t.items() if k != "turns"})
-        for t in r["trajectories"]
+        Trajectory(turns=tuple([turns[i] for i in numbers]), text=text, policy=policy, trainable=trainable)
+        for numbers, text, policy, trainable in r["trajectories"]
     )
     live.episodes[attempt] = Episode(
         group=live.group, attempt=attempt, task=live.task, trajectories=trajectories
@@ -143,14 +144,23 @@ def _scored(state: RunState, r: dict[str, Any]) -> None:
     live.scored = EpisodeGroup(
         group=live.group, task=live.task, episodes=episodes, returns=tuple(r["returns"])
     )
-    live.version = min(episode.oldest_version for episode in episodes)
     # The scored group holds the episodes; keeping them twice would double the checkpoint.
     live.turns, live.episodes = {}, {}
 
 
 def _with_rewards(episode: Episode, rewards: dict[str, float | None]) -> Episode:
     first, *others = episode.trajectories
-    return replace(episode, trajectories=(replace(first, rewards=rewards), *others))
+    # Spelt out: ``replace`` would take three times as long, for every attempt there is.
+    scored = Trajectory(
+        turns=first.turns,
+        text=first.text,
+        rewards=rewards,
+        policy=first.policy,
+        trainable=first.trainable,
+    )
+    return Episode(
+        group=episode.group, attempt=episode.attempt, task=episode.task, trajectories=(scored, *others)
+    )
 
 
 def _drop(state: RunState, r: dict[str, Any]) -> None:

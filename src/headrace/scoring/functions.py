@@ -14,7 +14,7 @@ own. Coroutine functions run on the event loop and must not block it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from headrace.data.returns import weighted_return
@@ -42,6 +42,7 @@ class FunctionScorer:
         self._functions = dict(functions)
         self._weights = _checked_weights(weights, self._functions)
         self._declared = {name: declared_arguments(function, name) for name, function in functions.items()}
+        self._on_loop = frozenset(name for name, function in functions.items() if is_async(function))
         self._timeout_s = timeout_s
         self._retries = retries
         # Waiting here is bounded: whoever holds a place gives it up after timeout_s.
@@ -51,15 +52,9 @@ class FunctionScorer:
     async def score(self, task: Task, episodes: Sequence[Episode]) -> list[Mapping[str, float | None]]:
         """Rewards by name for each episode; a RewardError names the function, the task and the fault."""
         arguments = group_arguments(task, episodes)
-        answers = await asyncio.gather(
-            *(self._values(name, task, arguments, len(episodes)) for name in self._functions),
-            return_exceptions=True,
-        )
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        columns = dict(zip(self._functions, answers, strict=True))
-        return [{name: values[i] for name, values in columns.items()} for i in range(len(episodes))]  # type: ignore[index]
+        calls = [self._values(name, task, arguments, len(episodes)) for name in self._functions]
+        columns = [await calls[0]] if len(calls) == 1 else await _all(calls)
+        return [dict(zip(self._functions, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def total(self, rewards: Mapping[str, float | None]) -> float:
         """The weighted sum of one episode's rewards."""
@@ -85,8 +80,8 @@ class FunctionScorer:
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         function = self._functions[name]
-        if is_async(function):
-            return await call(function, arguments, timeout_s=self._timeout_s, threads=self._threads)
+        if name in self._on_loop:
+            return await call(function, arguments, timeout_s=self._timeout_s, threads=None)
         async with self._places:
             return await call(function, arguments, timeout_s=self._timeout_s, threads=self._threads)
 
@@ -100,6 +95,17 @@ class FunctionScorer:
                 f"{present}): add the column, or give the parameter a default"
             )
         return {key: value for key, value in arguments.items() if accepted is None or key in accepted}
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, list[float | None]]]) -> list[list[float | None]]:
+    """The answers; when a call fails, the others are awaited before its error is raised."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    columns = []
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+        columns.append(answer)
+    return columns
 
 
 def group_arguments(task: Task, episodes: Sequence[Episode]) -> dict[str, Any]:

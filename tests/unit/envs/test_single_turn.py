@@ -50,6 +50,21 @@ def test_one_turn_becomes_one_trajectory(renderer: Renderer) -> None:
     assert trajectory.rewards == {}
 
 
+def test_attempts_of_one_group_share_their_question(renderer: Renderer) -> None:
+    shown: list[np.ndarray] = []
+
+    class Watching(Parrot):
+        async def sample(self, prompt_ids: np.ndarray, sampling: Sampling) -> Turn:
+            shown.append(prompt_ids)
+            return await super().sample(prompt_ids, sampling)
+
+    environment = SingleTurn(renderer, Sampling(max_tokens=8))
+    for task in (first := Task(id="t/0", prompt="ab"), first, Task(id="t/1", prompt="c"), first):
+        asyncio.run(environment.run(task, Watching([2])))
+    assert shown[0] is shown[1]
+    assert [ids.tolist() for ids in shown] == [[4, 5], [4, 5], [6], [4, 5]]
+
+
 @pytest.mark.parametrize(("max_context", "max_tokens"), [(3, 1), (9, 7), (10, 8), (100, 8)])
 def test_completion_is_cut_to_the_context(renderer: Renderer, max_context: int, max_tokens: int) -> None:
     policy = Parrot([2])

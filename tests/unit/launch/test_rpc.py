@@ -223,6 +223,21 @@ def test_deadline_names_role_method_and_time_and_cancels_the_work(tmp_path):
     run_pair(tmp_path, stuck(cancelled), use)
 
 
+def test_every_call_has_its_own_deadline_whatever_the_order(tmp_path):
+    async def use(pair: Pair) -> None:
+        times = {"slow": 0.06, "fast": 0.02, "middle": 0.04}
+        calls = {name: asyncio.create_task(pair.caller.call(name, deadline_s=s)) for name, s in times.items()}
+        patient = asyncio.create_task(pair.caller.call("patient", deadline_s=30))
+        await asyncio.wait(calls.values())
+        for name, call in calls.items():
+            with pytest.raises(DeadlineError, match=f"{name!r} within {times[name]:g} s"):
+                call.result()
+        assert not patient.done()
+        patient.cancel()
+
+    run_pair(tmp_path, stuck(asyncio.Event()), use)
+
+
 def test_cancelling_a_call_cancels_the_work(tmp_path):
     cancelled = asyncio.Event()
 

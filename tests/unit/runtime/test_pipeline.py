@@ -166,6 +166,20 @@ def test_an_attempt_over_its_deadline_fails_its_group_only(tmp_path):
     state.ledger.check()
 
 
+class ImpatientEnvironment(OneTurn):
+    """Gives up on some tasks by a deadline of its own."""
+
+    async def run(self, task, policy):
+        if int(task.id) == 3:
+            raise TimeoutError("the tool did not answer")
+        return await super().run(task, policy)
+
+
+def test_a_deadline_of_the_environments_own_is_not_taken_for_the_attempts(tmp_path):
+    _, _, sink = run(tmp_path, make_plan(), environment=ImpatientEnvironment)
+    assert [d["detail"] for d in sink.of("drop")] == ["TimeoutError: the tool did not answer"]
+
+
 def test_shares_of_every_role_sum_to_its_age(tmp_path):
     _, _, sink = run(tmp_path, make_plan())
     last = sink.of("step")[-1]
