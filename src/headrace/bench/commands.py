@@ -134,7 +134,8 @@ def bench_trl(
 
 @bench.command("lag")
 def bench_lag(
-    seeds: Annotated[int, typer.Option(min=1, help="how many seeds, from 0")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="how many seeds")] = 5,
+    first_seed: Annotated[int, typer.Option(min=0, help="the first of them")] = 0,
     picture: Annotated[Path | None, typer.Option(help="write the learning curves here as SVG")] = None,
     json_file: JsonFile = None,
     show_traceback: Traceback = False,
@@ -142,7 +143,7 @@ def bench_lag(
     """The demo's reward at lag 0 and 4, seed by seed."""
     from headrace.bench import lag
 
-    figures = lag.run(seeds=range(seeds), on_run=_tell)
+    figures = lag.run(seeds=range(first_seed, first_seed + seeds), on_run=_tell)
     Console().print(lag.table(figures))
     write_json(json_file, figures)
     if picture is not None:
