@@ -61,6 +61,7 @@ def bench_train(
 @bench.command("step")
 def bench_step(
     shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",
+    against: Annotated[str | None, typer.Option(help="trl (with vLLM), run in the same command")] = None,
     max_lag: Annotated[int, typer.Option(min=0)] = 0,
     steps: Annotated[int, typer.Option(min=1)] = 5,
     json_file: JsonFile = None,
@@ -70,7 +71,7 @@ def bench_step(
     from headrace.bench import step
 
     _require_gpu("bench step")
-    figures = step.run(shape, max_lag=max_lag, steps=steps, progress=_tell)
+    figures = step.run(shape, against=against, max_lag=max_lag, steps=steps, progress=_tell)
     Console().print(step.table(figures))
     write_json(json_file, figures)
 
@@ -87,6 +88,23 @@ def bench_sync(
     _require_gpu("bench sync")
     figures = sync.run(shape, progress=_tell)
     Console().print(sync.table(figures))
+    write_json(json_file, figures)
+
+
+@bench.command("soak")
+def bench_soak(
+    shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-0.5b")] = "qwen2-0.5b",
+    minutes: Annotated[float, typer.Option(min=0.1)] = 8.0,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """A long run of the engine on a GPU under pressure, with new weights all along: does anything leak?"""
+    from headrace.bench import soak
+
+    _require_gpu("bench soak")
+    figures = soak.run(shape, minutes=minutes, progress=_tell)
+    for name, value in figures.items():
+        Console().print(f"{name:>16}  {value}")
     write_json(json_file, figures)
 
 

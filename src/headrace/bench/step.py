@@ -11,7 +11,6 @@ import asyncio
 import gc
 import statistics
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -22,10 +21,12 @@ import numpy as np
 from rich.table import Table
 
 from headrace import build
+from headrace.bench.gpu_memory import MemoryWatch
 from headrace.bench.overlap import GENERATION, TRAINING, ParityScorer, StepTimes, spent
 from headrace.config import Settings, from_dict
 from headrace.data.char_tokenizer import make_char_tokenizer
 from headrace.data.tasks import from_list
+from headrace.errors import ConfigError
 from headrace.launch.controller_loop import ControllerLoop
 from headrace.protocols import PolicyClient
 from headrace.runtime.pipeline import Pipeline
@@ -61,29 +62,42 @@ def run(
     shape: str = "qwen2-1.5b",
     *,
     workload: StepWorkload | None = None,
+    against: str | None = None,
     max_lag: int = 0,
     steps: int = 5,
     row_tokens: int = 8192,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """All figures as plain numbers; ``steps`` are measured after the settling ones."""
+    """All figures as plain numbers by side; ``steps`` are measured after the settling ones."""
     workload = workload or StepWorkload()
+    if against not in (None, "trl"):
+        raise ConfigError(f"--against {against}: only trl can be run beside a whole step")
     with tempfile.TemporaryDirectory(prefix="headrace-step-") as made:
+        model = Path(made) / "model"
         progress(f"writing a random {shape}")
-        vocab_size = write_checkpoint(Path(made) / "model", shape)
-        settings = _settings(Path(made) / "model", workload, max_lag, steps, row_tokens)
+        vocab_size = write_checkpoint(model, shape)
+        settings = _settings(model, workload, max_lag, steps, row_tokens)
         with MemoryWatch() as memory, asyncio.Runner(loop_factory=ControllerLoop) as runner:
-            times = runner.run(
-                _train(settings, Path(made) / "run", FixedLength(workload, vocab_size), progress)
-            )
+            environment = FixedLength(workload, vocab_size)
+            times = runner.run(_train(settings, Path(made) / "run", environment, progress))
+        figures: dict[str, Any] = {
+            "shape": shape,
+            **asdict(workload),
+            "max_lag": max_lag,
+            "headrace": {**_steady(times), "peak_bytes": memory.peak_bytes},
+        }
+        if against == "trl":
+            figures["trl"] = _with_trl(model, workload, steps, progress)
+            figures["ratio"] = figures["trl"]["seconds"] / figures["headrace"]["seconds"]
+    return figures
+
+
+def _steady(times: StepTimes) -> dict[str, Any]:
     steady = times.steps[_SETTLING_STEPS - 1 :]
     first, last = steady[0][1], steady[-1][1]
     engine, trainer = (spent(first, last, role) for role in ("engine-0", "trainer"))
     taken = [b - a for (a, _), (b, _) in pairwise(steady)]
     return {
-        "shape": shape,
-        **asdict(workload),
-        "max_lag": max_lag,
         "seconds": statistics.median(taken),
         "all_seconds": taken,
         "generation_s": sum(engine[a] for a in GENERATION) / len(taken),
@@ -91,23 +105,38 @@ def run(
         "engine_seconds": engine,
         "trainer_seconds": trainer,
         "metrics": {k: v for k, v in last.items() if isinstance(v, int | float)},
-        "peak_bytes": memory.peak_bytes,
     }
 
 
+def _with_trl(
+    model: Path, workload: StepWorkload, steps: int, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """TRL's better time, with every set-up that was tried and why one failed, if it did."""
+    from headrace.bench import step_with_trl
+
+    tried: list[dict[str, Any]] = []
+    for checkpointing in (True, False):
+        progress(f"running TRL with vLLM, gradient checkpointing {'on' if checkpointing else 'off'}")
+        try:
+            tried.append(step_with_trl.run(model, workload, steps=steps, checkpointing=checkpointing))
+        except ConfigError as error:
+            tried.append({"checkpointing": checkpointing, "failed": str(error)})
+    done = [one for one in tried if "seconds" in one]
+    if not done:
+        raise ConfigError(tried[0]["failed"])
+    return {**min(done, key=lambda one: one["seconds"]), "tried": tried}
+
+
 def table(figures: Mapping[str, Any]) -> Table:
-    drawn = Table(
-        title=f"{figures['shape']}, max_lag {figures['max_lag']}", title_justify="left", box=None,
-        padding=(0, 2, 0, 0),
-    )  # fmt: skip
-    for name in ("seconds a step", "generation", "training", "peak memory"):
+    title = f"{figures['shape']}, max_lag {figures['max_lag']}"
+    drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("side", "seconds a step", "generation", "training", "peak memory"):
         drawn.add_column(name, justify="right")
-    drawn.add_row(
-        f"{figures['seconds']:.2f}",
-        f"{figures['generation_s']:.2f} s",
-        f"{figures['training_s']:.2f} s",
-        f"{figures['peak_bytes'] / 1e9:.1f} GB",
-    )
+    for side in ("headrace", "trl"):
+        if side in figures:
+            row = figures[side]
+            parts = [f"{row[name]:.2f} s" if name in row else "" for name in ("generation_s", "training_s")]
+            drawn.add_row(side, f"{row['seconds']:.2f}", *parts, f"{row['peak_bytes'] / 1e9:.1f} GB")
     return drawn
 
 
@@ -141,10 +170,17 @@ def _settings(model: Path, workload: StepWorkload, max_lag: int, steps: int, row
             "rollout.groups_per_step": workload.num_groups,
             "rollout.max_tokens": workload.completion_tokens,
             "rollout.drop_zero_variance": False,
+            # What a step needs, prompts once a group, and a little over: the rest is the trainer's.
+            "engine.kv_tokens": _kv_tokens(workload, max_lag),
             "trainer.learning_rate": 1e-6,
             "trainer.row_tokens": row_tokens,
         }
     )
+
+
+def _kv_tokens(workload: StepWorkload, max_lag: int) -> int:
+    completions = workload.group_size * (workload.completion_tokens + 32)
+    return (1 + max_lag) * workload.num_groups * (workload.prompt_tokens + completions)
 
 
 async def _train(
@@ -169,27 +205,3 @@ async def _train(
     finally:
         await cluster.close()
     return times
-
-
-class MemoryWatch:
-    """The most memory in use on the GPU by all processes, looked at ten times a second."""
-
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> MemoryWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join(timeout=5)
-
-    def _watch(self) -> None:
-        import torch
-
-        while not self._ended.wait(0.1):
-            free, total = torch.cuda.mem_get_info()
-            self.peak_bytes = max(self.peak_bytes, total - free)

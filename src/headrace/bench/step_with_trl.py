@@ -21,7 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.step import MemoryWatch, StepWorkload
+from headrace.bench.gpu_memory import MemoryWatch
+from headrace.bench.step import StepWorkload
 from headrace.errors import ConfigError
 
 _SETTLING_STEPS = 2

@@ -23,9 +23,9 @@ from headrace.models.paged_attention import PAGED, KvTensors, LayerCall, registe
 
 _TOLERANCE = 1e-3
 """Largest difference of a log-probability in float32."""
-_NARROW_TOLERANCE = 0.15
-"""In bfloat16 and float16, of the root-mean-square difference over the spread of the log-probabilities: both
-sides round, and more so the deeper the model."""
+_NARROW_TOLERANCE = 0.1
+"""In bfloat16 and float16, of the median difference over the spread of the log-probabilities: both sides round, and
+where a router is near a tie they may take different experts for a token."""
 _LONGEST_PROBE = 1100
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _ROW_CHOICES = (4, 8, 16, 32, 64)
@@ -88,7 +88,7 @@ def check_agreement(model: PreTrainedModel, got: torch.Tensor, expected: torch.T
     if model.dtype == torch.float32:
         error, limit = float(difference.abs().max()), _TOLERANCE
     else:
-        error, limit = float(difference.square().mean().sqrt() / expected_lp.std()), _NARROW_TOLERANCE
+        error, limit = float(difference.abs().median() / expected_lp.std()), _NARROW_TOLERANCE
     if not error <= limit:
         raise ModelError(
             f"{type(model).__name__} computed with paged attention differs from a plain forward (by {error:.2g}, over "

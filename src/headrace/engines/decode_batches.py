@@ -21,12 +21,15 @@ _FIELDS = 8
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """Sizes that decode passes are padded to: at least 2, in steps of at most a third once over 16."""
+    """Sizes that decode passes are padded to: at least 2, and the finer the more a row costs: with many rows
+    time goes into arithmetic, with few into reading weights."""
     sizes, size = [], 2
     while size < most:
         sizes.append(size)
         octave = 1 << (size.bit_length() - 1)
-        size += octave if size < 16 else octave // 2 if size < 64 else octave // 4
+        size += (
+            octave if size < 16 else octave // 2 if size < 64 else octave // 4 if size < 128 else octave // 8
+        )
     return [*sizes, max(2, most)]
 
 

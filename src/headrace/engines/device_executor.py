@@ -83,7 +83,11 @@ class DeviceExecutor:
         self._prefill_tokens = prefill_tokens
         self._passes = prepared.passes
         self._decoding = DecodeBatches(
-            max_running, self._passes.state, self._passes.decode, captured=compiled, progress=progress
+            max_running,
+            self._passes.state,
+            self._passes.decode,
+            captured=compiled and prepared.capturable,
+            progress=progress,
         )
 
     def launch(self, work: Work) -> DeviceFlight:

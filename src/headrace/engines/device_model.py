@@ -52,6 +52,13 @@ class DeviceModel:
             _compile(model)
 
     @property
+    def capturable(self) -> bool:
+        """False where a pass waits for the host: experts are told apart there unless they are bfloat16."""
+        config = self._model.config.get_text_config()
+        num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+        return not num_experts or self._model.dtype == torch.bfloat16
+
+    @property
     def vocab_size(self) -> int:
         return int(self._head.weight.shape[0])
 

@@ -52,6 +52,7 @@ class Prepared:
     passes: DevicePasses
     num_blocks: int
     limit_tokens: int
+    capturable: bool
 
 
 def prepare(
@@ -86,7 +87,8 @@ def prepare(
     else:
         num_blocks = -(-limits.kv_tokens // size) + 1
     del trial
-    return Prepared(passes(num_blocks), num_blocks, min(context, (num_blocks - 1) * size))
+    limit_tokens = min(context, (num_blocks - 1) * size)
+    return Prepared(passes(num_blocks), num_blocks, limit_tokens, shaped.capturable)
 
 
 def _kernels(model: DeviceModel, max_running: int, context: int, device: torch.device) -> Kernels:
