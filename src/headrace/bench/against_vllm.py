@@ -54,7 +54,7 @@ def run(shape: str, *, repeats: int, seed: int = 0) -> dict[str, Any]:
 def _measure(shape: str, repeats: int, seed: int) -> dict[str, Any]:
     import vllm
 
-    from headrace.bench.rollouts import Workload
+    from headrace.bench.rollouts import Workload, process_age_s
     from headrace.bench.shapes import shape_config
 
     workload = Workload(seed=seed)
@@ -62,9 +62,8 @@ def _measure(shape: str, repeats: int, seed: int) -> dict[str, Any]:
     config.architectures, config.dtype = ["Qwen2ForCausalLM"], "bfloat16"
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
-        begun = time.perf_counter()
         llm = vllm.LLM(directory, load_format="dummy", skip_tokenizer_init=True, **SETTINGS)
-        ready_s = time.perf_counter() - begun
+        ready_s = process_age_s()
         prompts = workload.prompts(config.vocab_size)
         lengths = workload.lengths()
         inputs = [

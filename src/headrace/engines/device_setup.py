@@ -7,8 +7,10 @@ not need goes to keys and values.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -63,6 +65,11 @@ def prepare(
     check_layer_kinds(config, type(model).__name__)
     probe, context = probe_tokens(config), context_tokens(config)
     expected = plain_logits(model, probe)
+    if compiled:
+        # Unless it is told where, the compiler keeps its work where a restart of the machine clears it away.
+        os.environ.setdefault(
+            "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "headrace" / "compiled")
+        )
     progress("compiling the model's layers" if compiled else "checking the model")
     shaped = DeviceModel(model, compiled=compiled)
     kernels = _kernels(shaped, limits.max_running, context, model.device)
