@@ -25,7 +25,7 @@ WORD_LENGTH = 4
 SETTINGS: dict[str, Any] = {
     # A model this small leaves a GPU waiting for Python.
     "model.device": "cpu",
-    "run.steps": 300,
+    "run.steps": 400,
     "run.checkpoint_every": 100,
     "rollout.group_size": 16,
     "rollout.groups_per_step": 16,

@@ -27,7 +27,10 @@ def run(*, seeds: Sequence[int], on_run: Callable[[str], None] = lambda text: No
     for seed in seeds:
         for lag in LAGS:
             overrides = [*RECIPE, f"rollout.max_lag={lag}", f"run.name=lag-{lag}-seed-{seed}"]
-            rewards = demo.run(seed=seed, overrides=overrides).rewards
+            result = demo.run(seed=seed, overrides=overrides)
+            if result.interrupted:
+                raise KeyboardInterrupt
+            rewards = result.rewards
             curves[lag].append(rewards)
             on_run(f"seed {seed}, max_lag {lag}: {rewards[0]:.3f} -> {final_reward(rewards):.3f}")
     finals = {lag: [final_reward(rewards) for rewards in runs] for lag, runs in curves.items()}
