@@ -24,7 +24,9 @@ def require_kernels() -> None:
     """Skip the module where Triton cannot run: not installed, or loaded as a compiler without a device."""
     triton = pytest.importorskip("triton")
     if DEVICE.type == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-        pytest.skip("the interpreter of Triton before 3.7 does not run with numpy 2.4", allow_module_level=True)
+        pytest.skip(
+            "the interpreter of Triton before 3.7 does not run with numpy 2.4", allow_module_level=True
+        )
     if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton was imported before TRITON_INTERPRET was set", allow_module_level=True)
     assert "triton" in sys.modules
