@@ -6,12 +6,13 @@ process, beside the usual gap, and the seconds each side of the transfer took.
 
 from __future__ import annotations
 
+import select
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from rich.table import Table
 from headrace.bench.shapes import create_random_model
 from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
+from headrace.errors import DeadlineError, RoleError
 from headrace.models.tensors import to_blobs
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 from headrace.types import Request, Sampling, WeightManifest
@@ -80,7 +82,7 @@ def _measure(
     for update in range(updates + 1):
         sender.stdin.write(b"go\n")
         sender.stdin.flush()
-        publish_ms, frame = sender.stdout.readline().split()
+        publish_ms, frame = _line(sender.stdout).split()
         manifest: WeightManifest = decode(bytes.fromhex(frame.decode()))
         _keep_busy(engine, num_running, vocab_size, round_number=update + 1)
         _gaps(engine, 10)
@@ -104,6 +106,15 @@ def _measure(
         "apply_ms": statistics.median(applies),
         "publish_ms": statistics.median(publishes),
     }
+
+
+def _line(answers: IO[bytes]) -> bytes:
+    """The other process answers each order with one line."""
+    if not select.select([answers], [], [], _DEADLINE_S)[0]:
+        raise DeadlineError(f"waited {_DEADLINE_S} s for the other process to publish its weights")
+    if not (line := answers.readline()):
+        raise RoleError("the process that publishes weights has ended; its error is above")
+    return line
 
 
 def _keep_busy(engine: TorchEngine, num_running: int, vocab_size: int, round_number: int) -> None:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from headrace.engines.decode_batches import DecodeBatches
 from headrace.engines.device_passes import DrawInputs, Piece, upload
 from headrace.engines.device_setup import DeviceLimits, prepare
+from headrace.engines.executor import score_in_chunks
 from headrace.engines.plain_executor import sampler_rows
 from headrace.engines.sampler import Drawn, sample
 from headrace.engines.scheduler import Chunk, Work
@@ -110,16 +111,12 @@ class DeviceExecutor:
         return flight
 
     def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float) -> np.ndarray:
-        logprobs = np.zeros(len(token_ids), dtype=np.float32)
         slot, table = self._passes.state.scoring_slot, np.array(blocks)
-        for start in range(0, len(token_ids) - 1, self._prefill_tokens):
-            stop = min(start + self._prefill_tokens, len(token_ids) - 1)
-            logits_TV = self._passes.all_logits([Piece(slot, start, token_ids[start:stop], table)])
-            targets_T1 = torch.from_numpy(token_ids[start + 1 : stop + 1]).to(self._device).unsqueeze(1)
-            logits_TV = logits_TV if temperature == 1.0 else logits_TV / temperature
-            scored_T = logits_TV.gather(1, targets_T1).squeeze(1) - logits_TV.logsumexp(dim=-1)
-            logprobs[start + 1 : stop + 1] = scored_T.cpu().numpy()
-        return logprobs
+
+        def logits_of(start: int, stop: int) -> torch.Tensor:
+            return self._passes.all_logits([Piece(slot, start, token_ids[start:stop], table)])
+
+        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
 
     def load(self, blobs: Iterable[TensorBlob]) -> None:
         load_into(self._weights, blobs)

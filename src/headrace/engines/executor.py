@@ -8,15 +8,35 @@ and the engine launches the next pass before it asks for the drawn tokens of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from headrace.engines.sampler import Drawn
 from headrace.engines.scheduler import Work
 from headrace.engines.sequences import SlotTable
 from headrace.types import TensorBlob
+
+
+def score_in_chunks(
+    token_ids: np.ndarray,
+    chunk_tokens: int,
+    temperature: float,
+    logits_of: Callable[[int, int], torch.Tensor],
+) -> np.ndarray:
+    """float32 [T] logprobs of the tokens, entry 0 is 0; ``logits_of(start, stop)`` gives float32 [stop - start, V]
+    of these rows, and is asked for them in order."""
+    logprobs = np.zeros(len(token_ids), dtype=np.float32)
+    for start in range(0, len(token_ids) - 1, chunk_tokens):
+        stop = min(start + chunk_tokens, len(token_ids) - 1)
+        logits_TV = logits_of(start, stop)
+        targets_T1 = torch.from_numpy(token_ids[start + 1 : stop + 1]).to(logits_TV.device).unsqueeze(1)
+        logits_TV = logits_TV if temperature == 1.0 else logits_TV / temperature
+        scored_T = logits_TV.gather(1, targets_T1).squeeze(1) - logits_TV.logsumexp(dim=-1)
+        logprobs[start + 1 : stop + 1] = scored_T.cpu().numpy()
+    return logprobs
 
 
 class Flight(Protocol):

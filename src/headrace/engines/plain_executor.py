@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.engines.checks import check_model, context_tokens
+from headrace.engines.executor import score_in_chunks
 from headrace.engines.lanes import Lanes
 from headrace.engines.noise import NoiseAhead
 from headrace.engines.passes import ForwardPass, Piece, Rows
@@ -95,19 +96,15 @@ class PlainExecutor:
         return LandedFlight(slots, self._draw(slots, logits_RV))
 
     def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float) -> np.ndarray:
-        logprobs = np.zeros(len(token_ids), dtype=np.float32)
         table = np.zeros(self._pass.num_table_entries(len(token_ids)), dtype=np.int64)
         table[: len(blocks)] = blocks
-        for start in range(0, len(token_ids) - 1, self._prefill_tokens):
-            stop = min(start + self._prefill_tokens, len(token_ids) - 1)
+
+        def logits_of(start: int, stop: int) -> torch.Tensor:
             rows = self._pass.rows()
             rows.add_chunk(token_ids[start:stop], start, table)
-            logits_TV = self._pass.logits(rows, np.arange(stop - start))
-            targets_T1 = torch.from_numpy(token_ids[start + 1 : stop + 1]).to(logits_TV.device).unsqueeze(1)
-            logits_TV = logits_TV if temperature == 1.0 else logits_TV / temperature
-            scored_T = logits_TV.gather(1, targets_T1).squeeze(1) - logits_TV.logsumexp(dim=-1)
-            logprobs[start + 1 : stop + 1] = scored_T.cpu().numpy()
-        return logprobs
+            return self._pass.logits(rows, np.arange(stop - start))
+
+        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
 
     def load(self, blobs: Iterable[TensorBlob]) -> None:
         load_blobs(self._model, blobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -124,17 +125,51 @@ def test_a_cancelled_caller_leaves_nothing_behind(driver, make_request):
     run(main())
 
 
-def test_never_swaps_between_two_passes(driver, make_request):
+def test_never_swaps_between_two_passes(driver, make_request, monkeypatch):
+    step, passes = driver._core.step, []
+
+    def step_until_the_update():
+        """The update is read beside the passes: at most twenty of them come before it, the rest after."""
+        if len(passes) == 20 and driver._core.version == 0:
+            return []
+        passes.append(driver._core.version)
+        return step()
+
+    monkeypatch.setattr(driver._core, "step", step_until_the_update)
+
     async def main():
         (task,) = await start(driver, make_request("a", max_tokens=40))
         await driver.begin_update("never")
         await asyncio.sleep(0)
         assert await driver.apply(manifest(1)) == 1
         got = await task
-        assert got.num_tokens == 40 and set(got.versions) == {0, 1} and (np.diff(got.versions) >= 0).all()
+        assert got.versions.tolist() == passes and set(passes) == {0, 1} and passes == sorted(passes)
         await driver.close()
 
     run(main())
+
+
+def test_requests_go_on_while_an_update_is_read(driver, make_request, monkeypatch):
+    """Reading and verifying a bundle takes long and needs nothing of the engine."""
+    read, receive = threading.Event(), driver._receiver.receive
+
+    def receive_late(told):
+        assert read.wait(WAIT_S), "the engine stood still while the update was read"
+        return receive(told)
+
+    monkeypatch.setattr(driver._receiver, "receive", receive_late)
+
+    async def scenario():
+        update = asyncio.create_task(driver.apply(manifest(1)))
+        await asyncio.sleep(0)
+        done = await driver.generate(make_request("a", max_tokens=12))
+        assert not update.done()
+        read.set()
+        assert await update == 1
+        await driver.close()
+        return done
+
+    assert run(scenario()).versions.tolist() == [0] * 12
 
 
 def test_block_freezes_until_applied(driver, make_request):
