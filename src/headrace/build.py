@@ -228,7 +228,9 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
         memory_share=e.memory_share or (_SHARE_BESIDE_TRAINER if "segments" in told else _SHARE_ALONE),
         progress=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
     )
-    return EngineDriver(core, name=name, receiver=TransportReceiver(), ledger=ledger)
+    return EngineDriver(
+        core, name=name, receiver=TransportReceiver(), ledger=ledger, threaded=told.get("threaded", False)
+    )
 
 
 def trainer_role(told: Mapping[str, Any]) -> Trainer:
@@ -351,7 +353,12 @@ async def _start(
             directory=directory,
         )
     roles = [
-        RoleSpec(name=e["name"], kind="engine", factory="headrace.build:engine_role", settings=e)
+        RoleSpec(
+            name=e["name"],
+            kind="engine",
+            factory="headrace.build:engine_role",
+            settings={**e, "threaded": True},
+        )
         for e in engines
     ]
     roles.append(

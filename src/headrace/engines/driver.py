@@ -25,7 +25,7 @@ from headrace.engines.torch_engine import TorchEngine
 from headrace.errors import RoleError
 from headrace.protocols import WeightReceiver
 from headrace.timekeeping import TimeLedger
-from headrace.types import Completion, InterruptMode, Request, RoleStatus, WeightManifest
+from headrace.types import Completion, InterruptMode, Request, RoleStatus, TensorBlob, WeightManifest
 
 ProgressCallback = Callable[[Completion], None]
 
@@ -41,14 +41,17 @@ class EngineDriver:
         ledger: TimeLedger,
         name: str = "engine-0",
         progress_tokens: int = 32,
+        threaded: bool = False,
     ) -> None:
         """``ledger`` is the one the core was given. A request with a callback is reported every
-        ``progress_tokens`` sampled tokens."""
+        ``progress_tokens`` sampled tokens. ``threaded`` reads updates beside the passes; without it an update
+        lands at once, after the same pass in every run."""
         self.name = name
         self._core = core
         self._receiver = receiver
         self._ledger = ledger
         self._progress_tokens = progress_tokens
+        self._threaded = threaded
         self._futures: dict[str, asyncio.Future[Completion]] = {}
         self._callbacks: dict[str, ProgressCallback] = {}
         self._frozen = False
@@ -97,9 +100,12 @@ class EngineDriver:
 
     async def apply(self, manifest: WeightManifest) -> int:
         self._ensure_alive()
-        # Reading and verifying takes long and needs nothing of the engine: it goes on stepping, if it may.
-        blobs = await asyncio.to_thread(lambda: list(self._receiver.receive(manifest)))
-        self._ensure_alive()
+        if self._threaded:
+            # Reading and verifying takes long and needs nothing of the engine: it goes on stepping, if it may.
+            blobs = await asyncio.to_thread(self._read, manifest)
+            self._ensure_alive()
+        else:
+            blobs = self._read(manifest)
         with self._ledger.activity("paused-for-weights"):
             self._core.apply(manifest.version, blobs)
         self._resume()
@@ -128,6 +134,9 @@ class EngineDriver:
         if self._loop_task is not None:
             await self._loop_task
         self._receiver.close()
+
+    def _read(self, manifest: WeightManifest) -> list[TensorBlob]:
+        return list(self._receiver.receive(manifest))
 
     def _start(self) -> None:
         if self._loop_task is None:

@@ -149,8 +149,23 @@ def test_never_swaps_between_two_passes(driver, make_request, monkeypatch):
     run(main())
 
 
+def test_unthreaded_an_update_lands_at_once(driver, make_request):
+    """So that one process alone repeats itself: the pass an update follows is the same in every run."""
+
+    async def main():
+        (task,) = await start(driver, make_request("a", max_tokens=40), passes=9)
+        with pytest.raises(StopIteration):
+            driver.apply(manifest(1)).send(None)
+        assert driver._core.version == 1
+        await task
+        await driver.close()
+
+    run(main())
+
+
 def test_requests_go_on_while_an_update_is_read(driver, make_request, monkeypatch):
     """Reading and verifying a bundle takes long and needs nothing of the engine."""
+    driver._threaded = True
     read, receive = threading.Event(), driver._receiver.receive
 
     def receive_late(told):
