@@ -34,7 +34,7 @@ from headrace.weights.transports import TransportReceiver, weight_sender
 
 Reward = str | Callable[..., Any]
 
-_ROW_TOKENS = {"cpu": 4096, "cuda": 8192}
+_ROW_TOKENS = {"cpu": 4096, "cuda": 16384}
 _SHARE_ALONE = 0.9
 _SHARE_BESIDE_TRAINER = 0.4
 

@@ -65,7 +65,7 @@ def run(
     against: str | None = None,
     max_lag: int = 0,
     steps: int = 5,
-    row_tokens: int = 8192,
+    row_tokens: int = 12288,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """All figures as plain numbers by side; ``steps`` are measured after the settling ones."""

@@ -213,7 +213,7 @@ class TrainerSettings(Section):
     """Course of the learning rate after the warm-up, down to 0 at `run.steps` unless constant."""
     row_tokens: int | None = Field(None, ge=1)
     """Tokens packed into one row of a forward pass, a longer sample having a row of its own; not set: 4096 on
-    a CPU, 8192 on a GPU."""
+    a CPU, 16384 on a GPU."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates each batch is split into."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

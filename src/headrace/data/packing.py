@@ -11,6 +11,8 @@ Legend: T tokens of the row, B sequences in it, S segments (prefixes, continuati
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +72,16 @@ class Bundle:
 
     def num_tokens(self, lengths: Sequence[int]) -> int:
         return self.prefix + sum(lengths[i] - self.prefix for i in self.indices)
+
+    def divide(self, lengths: Sequence[int], room: int) -> tuple[Bundle | None, Bundle]:
+        """As many of the first samples as fit into ``room`` (None: not even two, so that nothing would be
+        shared), and the others."""
+        sizes = np.cumsum([lengths[i] - self.prefix for i in self.indices]) + self.prefix
+        count = int(np.searchsorted(sizes, room, side="right"))
+        if not self.prefix or not 2 <= count < len(self.indices):
+            return None, self
+        rest = self.indices[count:]
+        return Bundle(self.indices[:count], self.prefix), Bundle(rest, self.prefix if len(rest) > 1 else 0)
 
 
 def pack(
@@ -176,26 +188,65 @@ def _prefix_tokens(sample: Sample) -> int:
 def _assign(
     bundles: Sequence[Bundle], lengths: Sequence[int], *, row_tokens: int, balance_tokens: int
 ) -> list[list[Bundle]]:
-    """Bundles by row: as few rows as first-fit decreasing needs, then the costliest bundle into the
-    cheapest row that has room."""
+    """Bundles by row: the costliest into the cheapest row that has room. One that fits nowhere is divided
+    where a row can take a part of it: to repeat a prefix is cheaper than to leave the row's end empty."""
+    open_rows = _OpenRows(lengths, row_tokens, balance_tokens)
+    open_rows.add(_num_rows(bundles, lengths, row_tokens))
+    waiting = [(-bundle.num_tokens(lengths), bundle.indices, bundle) for bundle in bundles]
+    heapq.heapify(waiting)
+    while waiting:
+        _, _, bundle = heapq.heappop(waiting)
+        rest = open_rows.place(bundle)
+        if rest is not None:
+            heapq.heappush(waiting, (-rest.num_tokens(lengths), rest.indices, rest))
+    rows = [sorted(row, key=lambda bundle: bundle.indices) for row in open_rows.rows if row]
+    return sorted(rows, key=lambda row: row[0].indices)
+
+
+class _OpenRows:
+    """Rows that are being filled."""
+
+    def __init__(self, lengths: Sequence[int], row_tokens: int, balance_tokens: int) -> None:
+        self.rows: list[list[Bundle]] = []
+        self._rooms: list[int] = []
+        self._costs: list[float] = []
+        self._lengths, self._row_tokens, self._balance_tokens = lengths, row_tokens, balance_tokens
+
+    def add(self, count: int = 1) -> None:
+        self.rows += [[] for _ in range(count)]
+        self._rooms += [self._row_tokens] * count
+        self._costs += [0.0] * count
+
+    def place(self, bundle: Bundle) -> Bundle | None:
+        """Put a bundle, or a part of it, into a row; returns the rest."""
+        size = bundle.num_tokens(self._lengths)
+        fitting = [r for r, room in enumerate(self._rooms) if not self.rows[r] or room >= size]
+        if fitting:
+            self._put(min(fitting, key=lambda r: (self._costs[r], r)), bundle)
+            return None
+        roomiest = max(range(len(self._rooms)), key=lambda r: (self._rooms[r], -r))
+        part, rest = bundle.divide(self._lengths, self._rooms[roomiest])
+        if part is None:
+            self.add()
+            self._put(len(self.rows) - 1, bundle)
+            return None
+        self._put(roomiest, part)
+        return rest
+
+    def _put(self, row: int, bundle: Bundle) -> None:
+        size = bundle.num_tokens(self._lengths)
+        self.rows[row].append(bundle)
+        self._rooms[row] -= size
+        self._costs[row] += size + sum(self._lengths[i] ** 2 for i in bundle.indices) / self._balance_tokens
+
+
+def _num_rows(bundles: Sequence[Bundle], lengths: Sequence[int], row_tokens: int) -> int:
+    """Rows to begin with: as many as first-fit decreasing needs, or, where bundles can be divided, as many as
+    their tokens fill."""
     sizes = [bundle.num_tokens(lengths) for bundle in bundles]
-    order = sorted(range(len(bundles)), key=lambda i: (-sizes[i], i))
-    num_rows = _first_fit_rows([sizes[i] for i in order], row_tokens)
-    rows: list[list[int]] = [[] for _ in range(num_rows)]
-    tokens, costs = [0] * num_rows, [0.0] * num_rows
-    for index in order:
-        size = sizes[index]
-        open_rows = [r for r in range(len(rows)) if not rows[r] or tokens[r] + size <= row_tokens]
-        if not open_rows:
-            rows.append([])
-            tokens.append(0)
-            costs.append(0.0)
-            open_rows = [len(rows) - 1]
-        best = min(open_rows, key=lambda r: (costs[r], r))
-        rows[best].append(index)
-        tokens[best] += size
-        costs[best] += size + sum(lengths[i] * lengths[i] for i in bundles[index].indices) / balance_tokens
-    return [[bundles[i] for i in row] for row in sorted(sorted(row) for row in rows if row)]
+    if any(bundle.prefix for bundle in bundles):
+        return math.ceil(sum(sizes) / row_tokens)
+    return _first_fit_rows(sorted(sizes, reverse=True), row_tokens)
 
 
 def _first_fit_rows(lengths: Sequence[int], row_tokens: int) -> int:

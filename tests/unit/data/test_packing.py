@@ -147,3 +147,10 @@ def test_prefixes_that_save_next_to_nothing_are_not_shared() -> None:
     different = [replace(attempt(number, 0, 40, 5), group=0) for number in range(4)]
     (row,) = pack(different, row_tokens=1000, share_prefixes=True)
     assert row.num_tokens == 180
+
+
+def test_groups_are_divided_rather_than_rows_left_half_empty() -> None:
+    samples = [attempt(group, number, 25, 50) for group in range(6) for number in range(8)]
+    # A whole group takes 432 tokens: six rows of 800 would hold one each, and four can hold them all.
+    rows = pack(samples, row_tokens=800, share_prefixes=True)
+    assert len(rows) == 4 and sum(row.num_tokens for row in rows) == 6 * 432 + 2 * 24
