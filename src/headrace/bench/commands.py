@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from headrace.cli_common import JsonFile, Traceback, write_json
 from headrace.errors import ConfigError
 
+_BEGUN = time.monotonic()
 bench = typer.Typer(help="Measure Headrace on this machine, side by side with a peer.", no_args_is_help=True)
 
 
@@ -169,7 +171,7 @@ def bench_lag(
 
 
 def _tell(line: str) -> None:
-    Console(stderr=True).print(line)
+    Console(stderr=True, highlight=False).print(f"{time.monotonic() - _BEGUN:6.1f} s  {line}")
 
 
 def _require_gpu(command: str) -> None:
