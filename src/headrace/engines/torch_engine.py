@@ -137,14 +137,17 @@ class TorchEngine:
         return done
 
     def progress(self, min_new_tokens: int = 1) -> list[tuple[str, Completion]]:
-        """Snapshots of running requests that sampled at least so many tokens since their last one."""
-        table, snapshots = self._table, []
-        for sequence in self._scheduler.running:
-            slot = sequence.slot
-            if table.booked[slot] - table.reported[slot] >= min_new_tokens:
-                table.reported[slot] = table.booked[slot]
-                snapshots.append((sequence.request.id, table.completion(sequence)))
-        return snapshots
+        """Snapshots of running requests that sampled at least so many tokens since their last one. No more are
+        taken at a time than keep up with the tokens: requests that began together would otherwise be due
+        together, and the next pass would wait for all of them to be copied and sent."""
+        table, running = self._table, self._scheduler.running
+        slots = np.fromiter((sequence.slot for sequence in running), dtype=np.int64, count=len(running))
+        new = table.booked[slots] - table.reported[slots]
+        due = np.flatnonzero(new >= min_new_tokens)
+        most = -(-len(running) // min_new_tokens)
+        chosen = due[np.argsort(-new[due], kind="stable")[:most]]
+        table.reported[slots[chosen]] = table.booked[slots[chosen]]
+        return [(running[i].request.id, table.completion(running[i])) for i in chosen.tolist()]
 
     def apply(self, version: int, blobs: Iterable[TensorBlob]) -> None:
         """Replace the weights. Raises WeightSyncError, with nothing changed, if the blobs do not fit."""

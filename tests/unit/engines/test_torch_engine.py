@@ -269,6 +269,19 @@ def test_progress_reports_each_so_many_tokens(make_engine, make_request):
     assert seen == [8, 16, 24]
 
 
+def test_requests_that_began_together_report_in_turns(make_engine, make_request):
+    engine = make_engine()
+    for i in range(12):
+        engine.submit(make_request(f"r{i}", prompt=4, max_tokens=40))
+    reports, last = [], {}
+    while engine.has_work:
+        engine.step()
+        reports.append(engine.progress(8))
+        last |= {name: snapshot.num_tokens for name, snapshot in reports[-1]}
+    assert max(len(report) for report in reports) == 2
+    assert len(last) == 12 and min(last.values()) >= 24
+
+
 def test_time_is_split_between_prefill_and_decode(tiny_checkpoint, make_request):
     from headrace.engines.make import torch_engine
     from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
