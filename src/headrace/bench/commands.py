@@ -93,6 +93,28 @@ def bench_sync(
     write_json(json_file, figures)
 
 
+@bench.command("mismatch")
+def bench_mismatch(
+    shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",
+    against: Annotated[
+        str | None, typer.Option(help="vllm (with TRL's trainer), in the same command")
+    ] = None,
+    seed: int = 0,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """How far the trainer's log-probabilities are from the engine's on a GPU in bf16, and why."""
+    from headrace import build
+    from headrace.bench import mismatch
+
+    _require_gpu("bench mismatch")
+    build.quieten()
+    workload = mismatch.Workload(seed=seed)
+    figures = mismatch.run(shape, against=against, workload=workload, progress=_tell)
+    Console().print(mismatch.table(figures))
+    write_json(json_file, figures)
+
+
 @bench.command("soak")
 def bench_soak(
     shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-0.5b")] = "qwen2-0.5b",
