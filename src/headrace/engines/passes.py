@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.engines.lanes import LaneRows
+from headrace.models.head import float_logits
 from headrace.models.paged_attention import (
     BlockGroup,
     CausalTables,
@@ -244,7 +245,10 @@ class ForwardPass:
         if not self._bare_head:
             return self._model(**inputs, logits_to_keep=0 if keep is None else keep).logits[0]
         hidden_TD = self._model.base_model(**inputs).last_hidden_state[0]
-        return self._model.get_output_embeddings()(hidden_TD if keep is None else hidden_TD[keep])
+        head, kept_RD = self._model.get_output_embeddings(), hidden_TD if keep is None else hidden_TD[keep]
+        if kept_RD.dtype == torch.float32 or head.bias is not None:
+            return head(kept_RD)
+        return float_logits(kept_RD, head.weight)
 
     def _kept_rows(self, wanted: np.ndarray, num_rows: int) -> torch.Tensor | None:
         """Rows the output layer computes, never fewer than ``min_rows``; None means all, in order."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from headrace.engines.make import torch_engine
 from headrace.errors import TaskError, WeightSyncError
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.models.tensors import to_blobs
+from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 
 LENGTHS = (3, 40, 17, 90, 1, 33, 65, 12)
 
@@ -49,9 +52,6 @@ def test_bits_do_not_depend_on_company(make_engine, run_engine, crowd, same_bits
 
 
 def test_grouped_query_and_softcap_models_are_invariant_too(tmp_path, run_engine, crowd, same_bits):
-    from headrace.engines.make import torch_engine
-    from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
-
     make_tiny_model(
         tmp_path,
         family="gemma2",
@@ -282,10 +282,23 @@ def test_requests_that_began_together_report_in_turns(make_engine, make_request)
     assert len(last) == 12 and min(last.values()) >= 24
 
 
-def test_time_is_split_between_prefill_and_decode(tiny_checkpoint, make_request):
-    from headrace.engines.make import torch_engine
-    from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
+def test_logits_of_a_narrow_model_are_not_rounded(tiny_checkpoint):
+    engine_model, model = (load_model(tiny_checkpoint, dtype="bfloat16") for _ in range(2))
+    engine = torch_engine(engine_model, ledger=TimeLedger(ENGINE_ACTIVITIES))
+    tokens = np.arange(40) * 7 % 61
+    (scored,) = engine.score([tokens])
+    with torch.no_grad():
+        hidden = model.base_model(torch.from_numpy(tokens)[None]).last_hidden_state[0]
+        logits = hidden.float() @ model.lm_head.weight.float().T
+        rounded = model.lm_head(hidden).float()
+    picked = [
+        x[:-1].log_softmax(-1).gather(1, torch.from_numpy(tokens[1:, None]))[:, 0] for x in (logits, rounded)
+    ]
+    errors = [float(np.abs(scored[1:] - x.numpy()).mean()) for x in picked]
+    assert errors[0] < 0.7 * errors[1]
 
+
+def test_time_is_split_between_prefill_and_decode(tiny_checkpoint, make_request):
     ticks = iter(range(100000))
     ledger = TimeLedger(ENGINE_ACTIVITIES, clock=lambda: float(next(ticks)))
     engine = torch_engine(load_model(tiny_checkpoint), ledger=ledger)
