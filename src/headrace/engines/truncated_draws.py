@@ -4,7 +4,8 @@ In: the slots of a pass whose distribution is cut (top-k, top-p, min-p). Out: th
 after the draw the kept ids of each row. Sets travel with the flight as lists, in room that is fixed before the
 draw: ``top_k`` ids, or ``LISTED_TOKENS`` where that is less or there is no top-k. A set that outgrew its list is
 read from its bits, which stay on the device until the flight has landed; that reading waits for no later pass.
-So every set is recorded whole, and the sampled token is in it.
+So every set is recorded whole, and the sampled token is in it. On a GPU the kernels of these draws are compiled
+when the first such row comes.
 
 Shape legend: Q truncated rows.
 """
