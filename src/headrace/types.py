@@ -57,8 +57,9 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """True when the distribution is cut (top-k, top-p or min-p)."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        """True when the distribution is cut (top-k, top-p or min-p); greedy draws never are."""
+        cuts = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        return cuts and self.temperature > 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

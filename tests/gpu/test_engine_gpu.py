@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from headrace.engines.make import torch_engine
+from headrace.engines.sampler import SamplerRows, sample
+from headrace.engines.truncated_draws import LISTED_TOKENS
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.models.tensors import to_blobs
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
@@ -28,9 +31,8 @@ def build(model, **settings):
 
 def tiny(directory, family="qwen2", seed=0, **shape):
     given = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "context_tokens": 512, **shape}
-    make_tiny_model(
-        directory, family=family, vocab_size=VOCAB, init_std=0.08, tie_embeddings=False, seed=seed, **given
-    )
+    given = {"vocab_size": VOCAB, "init_std": 0.08, **given}
+    make_tiny_model(directory, family=family, tie_embeddings=False, seed=seed, **given)
     return load_model(directory)
 
 
@@ -108,16 +110,86 @@ def test_a_pool_under_pressure_loses_nothing(tmp_path):
     assert_scored_alike(build(model), requests, done, torch.float32)
 
 
-def test_truncated_rows_are_drawn_from_what_is_kept(tmp_path):
-    model = tiny(tmp_path)
-    requests = crowd(count=6, top_k=11, top_p=0.8)
-    done = generate(build(on_gpu(model, torch.float32), max_running=8, kv_tokens=4096), requests)
+def compare_kept_sets(model, requests, done, dtype):
+    """Each token is in its set, with the reference's log-probability within that set. Returns the share of the
+    reference's kept ids that differ, and the sizes of the sets."""
+    differing, expected_sizes, sizes, errors = 0, 0, [], []
     for request in requests:
-        mask = done[request.id].sampling_mask
-        assert len(mask.offsets) == done[request.id].num_tokens + 1
-        for i, token in enumerate(done[request.id].token_ids):
+        completion, sampling = done[request.id], request.sampling
+        mask, count = completion.sampling_mask, completion.num_tokens
+        assert len(mask.offsets) == count + 1
+        with torch.inference_mode():
+            ids = torch.from_numpy(whole(request, completion))[None]
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1]
+        expected = sample(logits, settings_of(sampling, count)).kept
+        logprobs = torch.log_softmax(logits / sampling.temperature, dim=-1)
+        for i, token in enumerate(completion.token_ids.tolist()):
             kept = mask.token_ids[mask.offsets[i] : mask.offsets[i + 1]]
-            assert token in kept and len(kept) <= 11
+            assert token in kept and (np.diff(kept) > 0).all()
+            within = logprobs[i, token] - logprobs[i, torch.from_numpy(kept).long()].logsumexp(dim=0)
+            errors.append(abs(float(within) - float(completion.logprobs[i])))
+            differing += len(np.setxor1d(kept, expected[i]))
+            expected_sizes += len(expected[i])
+            sizes.append(len(kept))
+    assert max(errors) < TOLERANCE[dtype] and np.mean(errors) < MEAN_TOLERANCE[dtype], max(errors)
+    return differing / expected_sizes, sizes
+
+
+def settings_of(sampling, count):
+    """Kept sets depend on no seed and no position."""
+    return SamplerRows(
+        temperature=np.full(count, sampling.temperature, dtype=np.float32),
+        top_k=np.full(count, sampling.top_k, dtype=np.int64),
+        top_p=np.full(count, sampling.top_p, dtype=np.float32),
+        min_p=np.full(count, sampling.min_p, dtype=np.float32),
+        seed_key=np.zeros(count, dtype=np.uint64),
+        position=np.zeros(count, dtype=np.int64),
+    )
+
+
+# In float32 a cut differs only where the mass above it rounds to the other side; in bfloat16 neighbours swap.
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 0.002), (torch.bfloat16, 0.1)])
+def test_truncated_rows_keep_what_the_reference_keeps(tmp_path, dtype, share):
+    model = tiny(tmp_path)
+    rounded = copy.deepcopy(model).to(dtype).float()
+    engine = build(on_gpu(model, dtype), max_running=24, kv_tokens=8192)
+    kinds = [{"top_k": 11, "top_p": 0.8}, {"top_p": 0.9}, {"min_p": 0.1, "temperature": 0.7}, {}]
+    requests = [
+        replace(request, id=f"{request.id}/{n}", sampling=replace(request.sampling, **kind))
+        for n, kind in enumerate(kinds)
+        for request in crowd(count=6)
+    ]
+    done = generate(engine, requests)
+    truncated = [request for request in requests if request.sampling.truncates]
+    differing, _ = compare_kept_sets(rounded, truncated, done, dtype)
+    assert differing < share
+    plain = [request for request in requests if not request.sampling.truncates]
+    assert_scored_alike(build(rounded), plain, done, dtype)
+
+
+def test_sets_that_outgrow_their_list_are_whole(tmp_path):
+    model = tiny(tmp_path, vocab_size=5000, init_std=0.02)
+    engine = build(on_gpu(model, torch.float32), max_running=8, kv_tokens=4096)
+    requests = crowd(count=6, max_tokens=10, top_p=0.9, temperature=1.5)
+    differing, sizes = compare_kept_sets(model, requests, generate(engine, requests), torch.float32)
+    assert min(sizes) > LISTED_TOKENS and differing < 0.002
+
+
+def test_truncated_passes_are_launched_without_a_wait(tmp_path):
+    engine = build(on_gpu(tiny(tmp_path), torch.float32), max_running=8, kv_tokens=4096)
+    requests = crowd(count=6, top_k=11, top_p=0.8)
+    generate(engine, requests)
+    launch = engine._executor.launch
+
+    def launch_strictly(work):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(work)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    engine._executor.launch = launch_strictly
+    assert len(generate(engine, requests)) == len(requests)
 
 
 def test_no_pass_sees_mixed_weights(tmp_path):

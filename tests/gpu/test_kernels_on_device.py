@@ -8,6 +8,7 @@ import torch
 
 from headrace.engines import noise
 from headrace.engines.sampler import SamplerRows, sample
+from headrace.kernels.truncation import TruncatedRows, new_draws
 
 pytestmark = [
     pytest.mark.gpu,
@@ -130,18 +131,32 @@ def test_a_whole_vocabulary_is_sampled_as_on_the_cpu(dtype, truncated, num_rows)
         position=generator.integers(0, 5000, num_rows),
     )
     logits = (torch.randn((num_rows, vocab_size), device=CUDA) * 3.0).to(dtype)
-    token_ids = torch.full((num_rows,), -1, dtype=torch.int32, device=CUDA)
-    logprobs = torch.full((num_rows,), float("nan"), device=CUDA)
-    outputs = {"token_ids_out_R": token_ids, "logprobs_out_R": logprobs}
-    outputs["workspace"] = sampling.sample_workspace(num_rows, CUDA)
-    numbers = [rows.seed_key.view(np.int64), rows.position, rows.temperature]
+    draws = new_draws(num_rows, num_rows * 256, vocab_size, CUDA)
+    workspace = sampling.sample_workspace(num_rows, CUDA)
+
+    def on_gpu(array):
+        return torch.from_numpy(array).to(CUDA)
+
+    basic = [on_gpu(array) for array in (rows.seed_key.view(np.int64), rows.position, rows.temperature)]
     if truncated:
-        numbers += [rows.top_k, rows.top_p, rows.min_p]
-        outputs |= {"thresholds_out_R": logprobs.clone(), "tie_ids_out_R": token_ids.clone()}
-    function = sampling.sample_rows_truncated if truncated else sampling.sample_rows
-    arguments = [torch.from_numpy(array).to(CUDA) for array in numbers]
-    captured(lambda: function(logits, *arguments, **outputs)).replay()
+        limits = [on_gpu(array) for array in (rows.top_k, rows.top_p, rows.min_p)]
+        starts = torch.arange(num_rows + 1, device=CUDA) * 256
+        given = TruncatedRows(torch.arange(num_rows, device=CUDA), *basic, *limits, starts)
+        graph = captured(lambda: sampling.sample_rows_truncated(logits, given, draws, workspace))
+    else:
+        outputs = {"token_ids_out_R": draws.token_ids, "logprobs_out_R": draws.logprobs}
+        graph = captured(lambda: sampling.sample_rows(logits, *basic, **outputs, workspace=workspace))
+    draws.token_ids.fill_(-1), draws.logprobs.fill_(float("nan")), draws.listed.fill_(-1)
+    graph.replay()
     expected = sample(logits.float(), rows)
-    same = token_ids.cpu().numpy() == expected.token_ids
-    same &= np.abs(logprobs.cpu().numpy() - expected.logprobs) < 1e-4
+    same = draws.token_ids.cpu().numpy() == expected.token_ids
+    same &= np.abs(draws.logprobs.cpu().numpy() - expected.logprobs) < 1e-4
+    listed, counts = draws.listed.cpu().numpy().reshape(num_rows, 256), draws.counts.cpu().numpy()
+    words = draws.kept_words.cpu().numpy().view(np.uint8)
+    for row, kept in expected.kept.items():
+        bits = np.flatnonzero(np.unpackbits(words[row], bitorder="little"))
+        # Mass above a cut rounds otherwise where thousands of tokens are kept, so only few may be otherwise.
+        same[row] &= len(np.setxor1d(bits, kept)) <= len(kept) // 500
+        assert counts[row] == len(bits)
+        np.testing.assert_array_equal(listed[row, : len(bits)], bits[:256])
     assert (~same).sum() <= num_rows // 100

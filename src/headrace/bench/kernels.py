@@ -13,13 +13,21 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.kernels import paged_attention, sampling
+from headrace.kernels import paged_attention, sampling, truncation
 
 MODELS = {"0.5B": (14, 2, 64), "1.5B": (12, 2, 128), "7B": (28, 4, 128)}
 """Query heads, key-value heads, head dim."""
 DECODES = ((512, 512), (256, 1024), (64, 1024), (16, 4096), (1, 4096))
 PREFILLS = ((8, 2048), (1, 2048), (16, 512))
 SAMPLES = (512, 64, 1)
+TRUNCATIONS = {
+    "top-k 50": (50, 1.0, False),
+    "top-p 0.95": (0, 0.95, False),
+    "top-p 0.95 flat": (0, 0.95, True),
+}
+"""Top-k, top-p, and whether tens of thousands of tokens share the mass, where a trained model has a few."""
+LISTED_TOKENS = 1024
+"""Ids of a kept set that are listed, as in the engine."""
 VOCAB_SIZE = 151936
 BLOCK_SIZE = 16
 _COLD_BYTES = 3e8
@@ -40,6 +48,8 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield from (prefill(model, pieces, length, device) for pieces, length in PREFILLS)
     for dtype in (torch.float32, torch.bfloat16):
         yield from (sample(rows, VOCAB_SIZE, dtype, device) for rows in SAMPLES)
+    for truncated in TRUNCATIONS:
+        yield from (sample_truncated(truncated, rows, VOCAB_SIZE, device) for rows in SAMPLES)
 
 
 def decode(model: str, rows: int, length: int, device: torch.device) -> Case:
@@ -99,6 +109,35 @@ def sample(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device)
 
     name = f"sample {str(dtype).removeprefix('torch.')} {rows} x {vocab_size}"
     return Case(name, [launch(x) for x in logits], num_bytes, "TB/s")
+
+
+def sample_truncated(truncated: str, rows: int, vocab_size: int, device: torch.device) -> Case:
+    """Counted is one reading of the logits; a truncated draw takes several."""
+    top_k, top_p, flat = TRUNCATIONS[truncated]
+    num_bytes = rows * vocab_size * 4
+    copies = max(2, min(32, int(_COLD_BYTES // num_bytes)))
+    logits = [torch.randn((rows, vocab_size), device=device) * 2.0 for _ in range(copies)]
+    for x in logits if not flat else ():
+        likely = torch.randint(vocab_size, (rows, 64), device=device)
+        x.scatter_add_(1, likely, 12.0 + 3.0 * torch.randn((rows, 64), device=device))
+    room = top_k or LISTED_TOKENS
+    given = truncation.TruncatedRows(
+        sources=torch.arange(rows, device=device),
+        seed_keys=torch.randint(-(2**62), 2**62, (rows,), device=device),
+        positions=torch.arange(rows, device=device),
+        temperatures=torch.ones(rows, device=device),
+        top_k=torch.full((rows,), top_k, device=device),
+        top_p=torch.full((rows,), top_p, device=device),
+        min_p=torch.zeros(rows, device=device),
+        list_starts=torch.arange(rows + 1, device=device) * room,
+    )
+    draws = truncation.new_draws(rows, rows * room, vocab_size, device)
+    workspace = sampling.sample_workspace(rows, device)
+
+    def launch(logits_RV: torch.Tensor) -> Callable[[], None]:
+        return lambda: sampling.sample_rows_truncated(logits_RV, given, draws, workspace)
+
+    return Case(f"{truncated} {rows} x {vocab_size}", [launch(x) for x in logits], num_bytes, "TB/s")
 
 
 def seconds(launches: list[Callable[[], None]], repeats: int = 9) -> float:

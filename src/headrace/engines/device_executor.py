@@ -5,7 +5,8 @@ replay of a CUDA graph, prompts one compiled pass beside it. Block tables and th
 slot live on the device, so a pass needs nothing of the one before it from the host. All work goes to one
 stream: what is launched later sees all that was launched before, new weights included.
 
-Rows that are truncated (top-k, top-p, min-p) are drawn again by the plain sampler, which waits for the device.
+The graph draws every row from its whole distribution. Rows that are truncated (top-k, top-p, min-p) are drawn
+again behind it, also without a wait; their kept sets travel with the flight (see ``truncated_draws``).
 
 Shape legend: T rows of a pass, R rows that are sampled, V vocabulary.
 """
@@ -23,12 +24,14 @@ from headrace.engines.decode_batches import DecodeBatches
 from headrace.engines.device_passes import DrawInputs, Piece, upload
 from headrace.engines.device_setup import DeviceLimits, prepare
 from headrace.engines.executor import score_in_chunks
-from headrace.engines.plain_executor import sampler_rows
-from headrace.engines.sampler import Drawn, sample
+from headrace.engines.sampler import Drawn
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
+from headrace.engines.truncated_draws import KeptSets, cut_rows, kept_sets, to_host
 from headrace.models.tensors import load_into, named_tensors
 from headrace.types import TensorBlob
+
+_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
 
 
 @dataclass(slots=True)
@@ -39,15 +42,17 @@ class DeviceFlight:
     token_ids: list[torch.Tensor] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)
     """int32 and float32 in pinned memory, together a row for each slot."""
-    kept: dict[int, np.ndarray] = field(default_factory=dict)
+    kept_sets: list[KeptSets] = field(default_factory=list)
     landed: torch.cuda.Event | None = None
 
     def wait(self) -> Drawn:
         if self.landed is not None:
             self.landed.synchronize()
-        token_ids = np.concatenate([part.numpy() for part in self.token_ids])
-        logprobs = np.concatenate([part.numpy() for part in self.logprobs])
-        return Drawn(token_ids.astype(np.int64), logprobs, self.kept)
+        # A pass over the middle of a prompt draws nothing.
+        token_ids = np.concatenate([_NO_TOKENS, *(part.numpy() for part in self.token_ids)])
+        logprobs = np.concatenate([_NO_LOGPROBS, *(part.numpy() for part in self.logprobs)])
+        kept = {row: ids for part in self.kept_sets for row, ids in part.read().items()}
+        return Drawn(token_ids, logprobs, kept)
 
 
 class DeviceExecutor:
@@ -81,6 +86,7 @@ class DeviceExecutor:
         self.table = SlotTable(max_running, block_size)
         self._weights = named_tensors(model)
         self._device = model.device
+        self._reading = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._prefill_tokens = prefill_tokens
         self._passes = prepared.passes
         self._decoding = DecodeBatches(
@@ -151,32 +157,11 @@ class DeviceExecutor:
         """Send the draws of one set on their way to the host."""
         token_ids_R = self._passes.token_ids[which, : len(slots)]
         logprobs_R = self._passes.logprobs[which, : len(slots)]
-        cut = np.flatnonzero(self.table.truncates[slots])
-        if len(cut):
-            self._draw_truncated(flight, slots, cut, logits_RV, token_ids_R, logprobs_R)
-        flight.token_ids.append(self._to_host(token_ids_R))
-        flight.logprobs.append(self._to_host(logprobs_R))
-
-    def _draw_truncated(
-        self,
-        flight: DeviceFlight,
-        slots: np.ndarray,
-        cut: np.ndarray,
-        logits_RV: torch.Tensor,
-        token_ids_R: torch.Tensor,
-        logprobs_R: torch.Tensor,
-    ) -> None:
-        """Draw these rows of a set again, from what truncation leaves."""
-        before = sum(len(part) for part in flight.token_ids)
-        rows = torch.from_numpy(cut).to(self._device)
-        drawn = sample(logits_RV[rows], sampler_rows(self.table, slots[cut]))
-        token_ids_R[rows] = torch.from_numpy(drawn.token_ids).to(token_ids_R)
-        logprobs_R[rows] = torch.from_numpy(drawn.logprobs).to(logprobs_R)
-        self._passes.state.last_token[torch.from_numpy(slots[cut]).to(self._device)] = token_ids_R[rows]
-        flight.kept.update({before + int(cut[row]): kept for row, kept in drawn.kept.items()})
-
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._device.type != "cuda":
-            return tensor.clone()
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return pinned.copy_(tensor, non_blocking=True)
+        truncated = np.flatnonzero(self.table.truncates[slots])
+        if len(truncated):
+            cut = cut_rows(self.table, slots[truncated], truncated, logits_RV.shape[1], self._device)
+            draws = self._passes.draw_truncated(which, logits_RV, cut)
+            before = sum(len(part) for part in flight.token_ids)
+            flight.kept_sets.append(kept_sets(draws, cut, before + truncated, self._reading))
+        flight.token_ids.append(to_host(token_ids_R))
+        flight.logprobs.append(to_host(logprobs_R))

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from headrace.engines.noise import exponential, row_keys
+from headrace.engines.plain_truncation import draw_truncated
+from headrace.kernels.truncation import TruncatedDraws, TruncatedRows
 from headrace.models.device_attention import LayerOptions
 
 
@@ -74,6 +76,10 @@ class Kernels(Protocol):
         logprobs_R: torch.Tensor,
     ) -> None:
         """Draw one token a row into int32 ``token_ids_R`` and its float32 log-probability."""
+        ...
+
+    def sample_truncated(self, logits_RV: torch.Tensor, rows: TruncatedRows, draws: TruncatedDraws) -> None:
+        """Draw these rows from what truncation leaves of them, and write down what that is."""
         ...
 
 
@@ -137,6 +143,9 @@ class TritonKernels:
             logprobs_out_R=logprobs_R, workspace=self._drawing,
         )  # fmt: skip
 
+    def sample_truncated(self, logits_RV: torch.Tensor, rows: TruncatedRows, draws: TruncatedDraws) -> None:
+        self._sampling.sample_rows_truncated(logits_RV, rows, draws, self._drawing)
+
 
 class TorchKernels:
     """The same functions row by row."""
@@ -192,6 +201,9 @@ class TorchKernels:
         token_ids_R.copy_(drawn_R)
         picked_R = lp_RV.gather(1, drawn_R.unsqueeze(1)).squeeze(1)
         logprobs_R.copy_(torch.where(greedy_R, 0.0, picked_R))
+
+    def sample_truncated(self, logits_RV: torch.Tensor, rows: TruncatedRows, draws: TruncatedDraws) -> None:
+        draw_truncated(logits_RV, rows, draws)
 
 
 def _collected(pool_BSW: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:

@@ -18,6 +18,8 @@ from headrace.engines.decode_batches import DecodeBatch, to_pinned
 from headrace.engines.device_kernels import DecodeRows, Kernels, PieceRows
 from headrace.engines.device_model import DeviceModel
 from headrace.engines.device_state import DeviceState, PoolAttending
+from headrace.engines.truncated_draws import CutRows
+from headrace.kernels.truncation import TruncatedDraws, new_draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,16 @@ class DevicePasses:
     def draw_prompts(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, inputs: DrawInputs) -> None:
         """Draw the first token of prompts into the second set."""
         self._draw(1, logits_RV, slots_R, inputs)
+
+    def draw_truncated(self, which: int, logits_RV: torch.Tensor, cut: CutRows) -> TruncatedDraws:
+        """Draw these rows of a set again, from what truncation leaves of them."""
+        rows, state = cut.rows, self.state
+        draws = new_draws(len(rows.sources), int(cut.list_starts[-1]), logits_RV.shape[1], state.device)
+        self._kernels.sample_truncated(logits_RV, rows, draws)
+        self.token_ids[which].index_copy_(0, rows.sources, draws.token_ids)
+        self.logprobs[which].index_copy_(0, rows.sources, draws.logprobs)
+        state.last_token.index_copy_(0, cut.slots, draws.token_ids)
+        return draws
 
     def _draw(self, which: int, logits_RV: torch.Tensor, slots_R: torch.Tensor, inputs: DrawInputs) -> None:
         count = logits_RV.shape[0]

@@ -10,7 +10,9 @@ it are listed, when they fit, and all further passes read the list instead of th
 
 Weights are in units of exp((x - maximum) / T).
 
-Shape legend: V tokens of a tile.
+``list_kernel`` lists a kept set from its bits.
+
+Shape legend: V tokens of a tile, W words of 32 tokens each.
 """
 
 # mypy: allow-incomplete-defs
@@ -244,6 +246,7 @@ def cut_by_rank(
 @triton.jit
 def cut_kernel(
     logits,
+    sources,
     temperatures,
     top_ks,
     top_ps,
@@ -275,7 +278,7 @@ def cut_kernel(
     tie_id = vocab_size - 1
     if (top_k > 0) | (top_p < 1.0):
         image, tie_id = cut_by_rank(
-            logits + row.to(tl.int64) * stride_r,
+            logits + tl.load(sources + row) * stride_r,
             listed_logits + row.to(tl.int64) * listed_stride_r,
             listed_ids + row * MAX_LISTED,
             vocab_size,
@@ -295,3 +298,22 @@ def cut_kernel(
         tie_id = vocab_size - 1
     tl.store(thresholds + row, unordered(image))
     tl.store(tie_ids + row, tie_id)
+
+
+@triton.jit
+def list_kernel(kept_words, list_starts, listed, counts, num_words, WORDS: tl.constexpr):
+    """Count the tokens of a kept set and list them by rising id, as far as there is room."""
+    row = tl.program_id(0)
+    at_W = tl.arange(0, WORDS)
+    words_W = tl.load(kept_words + row.to(tl.int64) * num_words + at_W, mask=at_W < num_words, other=0)
+    in_word_W = tl.zeros([WORDS], tl.int32)
+    for bit in range(32):
+        in_word_W += (words_W >> bit) & 1
+    up_to_W = tl.cumsum(in_word_W, axis=0)
+    tl.store(counts + row, tl.sum(in_word_W, axis=0))
+    start, end = tl.load(list_starts + row), tl.load(list_starts + row + 1)
+    place_W = start + up_to_W - in_word_W
+    for bit in range(32):
+        kept_W = (words_W >> bit) & 1
+        tl.store(listed + place_W, at_W * 32 + bit, mask=(kept_W != 0) & (place_W < end))
+        place_W += kept_W

@@ -5,10 +5,11 @@ the logits, so the scan keeps, for each chunk of the vocabulary, its maximum, it
 on that score, in log2 units above the maximum. The pick then computes exact scores in the chunk with the largest
 bound, and goes on to the next chunk only while a bound exceeds the best score found: one chunk, nearly always.
 
-When CUT, tokens outside the kept set (logit > threshold, or equal to it and id <= tie id) do not exist.
-Weights are in units of exp((x - maximum) / T). Temperature 0 is greedy.
+When CUT, tokens outside the kept set (logit > threshold, or equal to it and id <= tie id) do not exist, and the
+scan writes the set down as bits. Rows are those of the logits, or the ones that ``sources`` names. Weights are
+in units of exp((x - maximum) / T). Temperature 0 is greedy.
 
-Shape legend: R rows of a program, V tokens of a chunk, C chunks of the vocabulary.
+Shape legend: R rows of a program, V tokens of a chunk, W words of 32 tokens each, C chunks of the vocabulary.
 """
 
 # mypy: allow-incomplete-defs
@@ -35,6 +36,7 @@ def kept(x, ids, threshold, tie_id):
 @triton.jit
 def scan_kernel(
     logits,
+    sources,
     seed_keys,
     positions,
     temperatures,
@@ -44,9 +46,11 @@ def scan_kernel(
     tops,
     totals,
     bounds,
+    kept_words,
     num_rows,
     vocab_size,
     stride_r,
+    num_words,
     CUT: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -56,7 +60,8 @@ def scan_kernel(
     rows_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     ids_V = chunk * CHUNK + tl.arange(0, CHUNK)
     real_R = rows_R < num_rows
-    at_RV = rows_R.to(tl.int64)[:, None] * stride_r + ids_V[None, :]
+    source_R = rows_R.to(tl.int64) if sources is None else tl.load(sources + rows_R, mask=real_R, other=0)
+    at_RV = source_R[:, None] * stride_r + ids_V[None, :]
     real_RV = real_R[:, None] & (ids_V < vocab_size)[None, :]
     x_RV = tl.load(logits + at_RV, mask=real_RV, other=float("-inf")).to(tl.float32)
     if CUT:
@@ -64,6 +69,11 @@ def scan_kernel(
         tie_id_R = tl.load(tie_ids + rows_R, mask=real_R, other=0)
         kept_RV = kept(x_RV, ids_V[None, :], threshold_R[:, None], tie_id_R[:, None])
         x_RV = tl.where(kept_RV, x_RV, float("-inf"))
+        bits_RV = kept_RV.to(tl.int32) << (ids_V % 32)[None, :]
+        words_RW = tl.sum(tl.reshape(bits_RV, (ROWS, CHUNK // 32, 32)), axis=2)
+        word_W = chunk * (CHUNK // 32) + tl.arange(0, CHUNK // 32)
+        at_RW = rows_R.to(tl.int64)[:, None] * num_words + word_W[None, :]
+        tl.store(kept_words + at_RW, words_RW, mask=real_R[:, None] & (word_W < num_words)[None, :])
 
     temperature_R = tl.load(temperatures + rows_R, mask=real_R, other=1.0)
     rate_R = LOG2_E / tl.where(temperature_R > 0.0, temperature_R, 1.0)
@@ -99,6 +109,7 @@ def row_sums(tops, totals, row, rate, num_chunks, MAX_CHUNKS: tl.constexpr):
 @triton.jit
 def pick_kernel(
     logits,
+    sources,
     seed_keys,
     positions,
     temperatures,
@@ -123,7 +134,8 @@ def pick_kernel(
     divisor = tl.where(greedy, 1.0, temperature)
     top, total = row_sums(tops, totals, row, LOG2_E / divisor, num_chunks, MAX_CHUNKS)
     key = row_key(tl.load(seed_keys + row), tl.load(positions + row))
-    row_logits = logits + row.to(tl.int64) * stride_r
+    source = row.to(tl.int64) if sources is None else tl.load(sources + row)
+    row_logits = logits + source * stride_r
 
     chunks_C = tl.arange(0, MAX_CHUNKS)
     at_C = row * MAX_CHUNKS + chunks_C

@@ -1,7 +1,7 @@
 """Draws one token a row from logits on the device, with the log-probability of exactly what was drawn.
 
 In: float32 or bfloat16 logits and one setting a row. Out: token ids and float32 log-probabilities, written into
-tensors the caller owns; when truncated, also what describes the kept set. The draws are those of the
+tensors the caller owns; when truncated, also the kept set. The draws are those of the
 engine's CPU sampler on the same logits, up to the rounding of near ties: same noise, same order of truncation
 (top-k, then top-p of what is left, then min-p), ties to the lower token id. Temperature 0 is greedy, with
 log-probability 0 and no truncation.
@@ -20,8 +20,9 @@ import torch
 import triton
 
 from headrace.errors import ModelError
-from headrace.kernels.cut import MAX_LISTED, cut_kernel
+from headrace.kernels.cut import MAX_LISTED, cut_kernel, list_kernel
 from headrace.kernels.draw import MAX_CHUNKS, pick_kernel, scan_kernel
+from headrace.kernels.truncation import TruncatedDraws, TruncatedRows
 
 MAX_VOCAB = 2**19
 _MIN_CHUNK = 1024
@@ -39,6 +40,10 @@ class SampleWorkspace:
     listed_logits: torch.Tensor
     listed_ids: torch.Tensor
     """float32 and int32 [max rows, listed tokens], for truncation."""
+    thresholds: torch.Tensor
+    tie_ids: torch.Tensor
+    """float32 and int32 [max rows]: a token is kept if its logit is above the threshold, or equal to it and its
+    id is at most the tie id."""
     token_keys: torch.Tensor
     """int64 [MAX_VOCAB], the noise key of every token id."""
 
@@ -51,6 +56,8 @@ def sample_workspace(max_rows: int, device: torch.device) -> SampleWorkspace:
         bounds=torch.empty(chunks, dtype=torch.float32, device=device),
         listed_logits=torch.empty(listed, dtype=torch.float32, device=device),
         listed_ids=torch.empty(listed, dtype=torch.int32, device=device),
+        thresholds=torch.empty(max_rows, dtype=torch.float32, device=device),
+        tie_ids=torch.empty(max_rows, dtype=torch.int32, device=device),
         token_keys=_token_keys(device),
     )
 
@@ -79,56 +86,52 @@ def sample_rows(
 ) -> None:
     """``seed_keys_R`` is the int64 view of uint64 keys; positions are integers, temperatures float32."""
     rows = (logits_RV, seed_keys_R, positions_R, temperatures_R)
-    _scan(*rows, None, workspace)
-    _pick(*rows, None, token_ids_out_R, logprobs_out_R, workspace)
+    _scan(*rows, workspace)
+    _pick(*rows, token_ids_out_R, logprobs_out_R, workspace)
 
 
 def sample_rows_truncated(
-    logits_RV: torch.Tensor,
-    seed_keys_R: torch.Tensor,
-    positions_R: torch.Tensor,
-    temperatures_R: torch.Tensor,
-    top_k_R: torch.Tensor,
-    top_p_R: torch.Tensor,
-    min_p_R: torch.Tensor,
-    *,
-    token_ids_out_R: torch.Tensor,
-    logprobs_out_R: torch.Tensor,
-    thresholds_out_R: torch.Tensor,
-    tie_ids_out_R: torch.Tensor,
-    workspace: SampleWorkspace,
+    logits_RV: torch.Tensor, rows: TruncatedRows, draws: TruncatedDraws, workspace: SampleWorkspace
 ) -> None:
-    """Also writes the cut: a token is kept if its logit is above ``thresholds_out_R`` (float32), or equal to it
-    and its id is at most ``tie_ids_out_R`` (int32). ``top_k_R`` counts (0 keeps all), the others are float32;
-    1 and 0 are no top-p and no min-p. Rows without truncation get a cut that keeps everything."""
-    rows = (logits_RV, seed_keys_R, positions_R, temperatures_R)
-    cut = (thresholds_out_R, tie_ids_out_R)
-    num_rows, vocab_size = logits_RV.shape
-    _scan(*rows, None, workspace)
+    """Rows that turn out to keep everything are drawn as ``sample_rows`` draws them."""
+    num_rows, vocab_size = len(rows.sources), logits_RV.shape[1]
+    keyed = (rows.seed_keys, rows.positions, rows.temperatures)
+    _scan(logits_RV, *keyed, workspace, sources=rows.sources)
     listed_logits = workspace.listed_logits.view(logits_RV.dtype)
-    chunk = _chunk(vocab_size)
     cut_kernel[(num_rows,)](
         logits_RV,
-        temperatures_R,
-        top_k_R,
-        top_p_R,
-        min_p_R,
+        rows.sources,
+        rows.temperatures,
+        rows.top_k,
+        rows.top_p,
+        rows.min_p,
         workspace.tops,
         workspace.totals,
         listed_logits,
         workspace.listed_ids,
-        *cut,
+        workspace.thresholds,
+        workspace.tie_ids,
         vocab_size,
         logits_RV.stride(0),
         listed_logits.stride(0),
-        triton.cdiv(vocab_size, chunk),
+        triton.cdiv(vocab_size, _chunk(vocab_size)),
         MAX_CHUNKS=MAX_CHUNKS,
         MAX_LISTED=MAX_LISTED,
         TILE=2048,
         num_warps=8,
     )
-    _scan(*rows, cut, workspace)
-    _pick(*rows, cut, token_ids_out_R, logprobs_out_R, workspace)
+    _scan(logits_RV, *keyed, workspace, sources=rows.sources, kept_words=draws.kept_words)
+    _pick(logits_RV, *keyed, draws.token_ids, draws.logprobs, workspace, sources=rows.sources, truncated=True)
+    num_words = draws.kept_words.shape[1]
+    list_kernel[(num_rows,)](
+        draws.kept_words,
+        rows.list_starts,
+        draws.listed,
+        draws.counts,
+        num_words,
+        WORDS=triton.next_power_of_2(num_words),
+        num_warps=8,
+    )
 
 
 def _chunk(vocab_size: int) -> int:
@@ -145,27 +148,34 @@ def _scan(
     seed_keys_R: torch.Tensor,
     positions_R: torch.Tensor,
     temperatures_R: torch.Tensor,
-    cut: tuple[torch.Tensor, torch.Tensor] | None,
     workspace: SampleWorkspace,
+    *,
+    sources: torch.Tensor | None = None,
+    kept_words: torch.Tensor | None = None,
 ) -> None:
-    num_rows, vocab_size = logits_RV.shape
+    """With ``kept_words``, of what the cut in the workspace keeps."""
+    num_rows, vocab_size = len(temperatures_R), logits_RV.shape[1]
     chunk = _chunk(vocab_size)
     # Rows that share a program share the token keys; few rows are spread over the chip instead.
     rows = min(_MAX_ROWS_OF_SCAN, triton.next_power_of_2(triton.cdiv(num_rows, 8)))
     scan_kernel[(triton.cdiv(vocab_size, chunk), triton.cdiv(num_rows, rows))](
         logits_RV,
+        sources,
         seed_keys_R,
         positions_R,
         temperatures_R,
         workspace.token_keys,
-        *(cut or (temperatures_R, temperatures_R)),
+        workspace.thresholds,
+        workspace.tie_ids,
         workspace.tops,
         workspace.totals,
         workspace.bounds,
+        kept_words,
         num_rows,
         vocab_size,
         logits_RV.stride(0),
-        CUT=cut is not None,
+        0 if kept_words is None else kept_words.shape[1],
+        CUT=kept_words is not None,
         ROWS=rows,
         CHUNK=chunk,
         MAX_CHUNKS=MAX_CHUNKS,
@@ -178,20 +188,24 @@ def _pick(
     seed_keys_R: torch.Tensor,
     positions_R: torch.Tensor,
     temperatures_R: torch.Tensor,
-    cut: tuple[torch.Tensor, torch.Tensor] | None,
     token_ids_out_R: torch.Tensor,
     logprobs_out_R: torch.Tensor,
     workspace: SampleWorkspace,
+    *,
+    sources: torch.Tensor | None = None,
+    truncated: bool = False,
 ) -> None:
-    num_rows, vocab_size = logits_RV.shape
+    vocab_size = logits_RV.shape[1]
     chunk = _chunk(vocab_size)
-    pick_kernel[(num_rows,)](
+    pick_kernel[(len(temperatures_R),)](
         logits_RV,
+        sources,
         seed_keys_R,
         positions_R,
         temperatures_R,
         workspace.token_keys,
-        *(cut or (temperatures_R, temperatures_R)),
+        workspace.thresholds,
+        workspace.tie_ids,
         workspace.tops,
         workspace.totals,
         workspace.bounds,
@@ -200,7 +214,7 @@ def _pick(
         vocab_size,
         logits_RV.stride(0),
         triton.cdiv(vocab_size, chunk),
-        CUT=cut is not None,
+        CUT=truncated,
         CHUNK=chunk,
         MAX_CHUNKS=MAX_CHUNKS,
         num_warps=8,

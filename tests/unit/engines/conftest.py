@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from headrace.engines.device_executor import DeviceExecutor
 from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
 from headrace.models.loading import load_model, make_tiny_model
@@ -27,6 +28,20 @@ def tiny_checkpoint(tmp_path_factory):
 def make_engine(tiny_checkpoint) -> Callable[..., TorchEngine]:
     def build(**settings):
         return torch_engine(load_model(tiny_checkpoint), ledger=TimeLedger(ENGINE_ACTIVITIES), **settings)
+
+    return build
+
+
+@pytest.fixture
+def make_device_engine(tiny_checkpoint) -> Callable[..., TorchEngine]:
+    """The device path on a CPU: uncompiled, with plain torch in place of kernels."""
+
+    def build(checkpoint=tiny_checkpoint, **settings):
+        given = {"max_running": 12, "block_size": 16, "kv_tokens": 2048, "prefill_tokens": 512, **settings}
+        executor = DeviceExecutor(load_model(checkpoint), compiled=False, **given)
+        return TorchEngine(
+            executor, ledger=TimeLedger(ENGINE_ACTIVITIES), prefill_tokens=given["prefill_tokens"]
+        )
 
     return build
 

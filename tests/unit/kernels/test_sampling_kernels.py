@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, require_kernels
 
-from headrace.engines import noise
+from headrace.engines import noise, plain_truncation
 from headrace.engines.sampler import Drawn, SamplerRows, sample
 from headrace.errors import ModelError
 
@@ -24,6 +24,7 @@ from headrace.kernels.sampling import (  # noqa: E402
     sample_rows_truncated,
     sample_workspace,
 )
+from headrace.kernels.truncation import TruncatedDraws, TruncatedRows, new_draws  # noqa: E402
 
 # The interpreter takes its time over each row.
 MANY = 1000 if DEVICE.type == "cuda" else 100
@@ -62,31 +63,57 @@ def on_device(array):
 
 
 def draw(logits: torch.Tensor, rows: SamplerRows) -> Drawn:
-    """As ``sampler.sample``, by the kernels, with poisoned outputs."""
+    """As ``sampler.sample``, by the kernels, with poisoned outputs; kept sets are of all rows."""
+    if ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)).any():
+        draws = draw_truncated(logits, rows, np.arange(len(logits)), room=logits.shape[1])
+        kept = dict(enumerate(kept_by_bits(draws, logits.shape[1])))
+        return Drawn(draws.token_ids.cpu().numpy().astype(np.int64), draws.logprobs.cpu().numpy(), kept)
     count = logits.shape[0]
     ids = torch.full((count,), -7, dtype=torch.int32, device=DEVICE)
     logprobs = torch.full((count,), float("nan"), device=DEVICE)
-    basic = (on_device(rows.seed_key), on_device(rows.position), on_device(rows.temperature))
-    outputs = {
-        "token_ids_out_R": ids,
-        "logprobs_out_R": logprobs,
-        "workspace": sample_workspace(count, DEVICE),
-    }
-    cut = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
-    kept = {}
-    if cut.any():
-        thresholds, tie_ids = torch.full_like(logprobs, float("nan")), torch.full_like(ids, -7)
-        limits = (on_device(rows.top_k), on_device(rows.top_p), on_device(rows.min_p))
-        outputs |= {"thresholds_out_R": thresholds, "tie_ids_out_R": tie_ids}
-        sample_rows_truncated(logits.to(DEVICE), *basic, *limits, **outputs)
-        x = logits.float()
-        token = torch.arange(logits.shape[1])
-        threshold, tie_id = thresholds.cpu()[:, None], tie_ids.cpu()[:, None]
-        keep = (x > threshold) | ((x == threshold) & (token <= tie_id))
-        kept = {row: np.flatnonzero(keep[row].numpy()) for row in range(count)}
+    sample_rows(
+        logits.to(DEVICE),
+        on_device(rows.seed_key),
+        on_device(rows.position),
+        on_device(rows.temperature),
+        token_ids_out_R=ids,
+        logprobs_out_R=logprobs,
+        workspace=sample_workspace(count, DEVICE),
+    )
+    return Drawn(ids.cpu().numpy().astype(np.int64), logprobs.cpu().numpy(), {})
+
+
+def draw_truncated(
+    logits, rows: SamplerRows, sources: np.ndarray, room: int, *, plainly: bool = False
+) -> TruncatedDraws:
+    """Draw row q of ``rows`` from the logits that ``sources`` names for it, with room to list so many ids."""
+    count, logits = len(sources), logits.to(DEVICE)
+    draws = new_draws(count, count * room, logits.shape[1], DEVICE)
+    for poisoned in (draws.token_ids, draws.counts, draws.listed, draws.kept_words):
+        poisoned.fill_(-7)
+    draws.logprobs.fill_(float("nan"))
+    given = TruncatedRows(
+        sources=on_device(sources),
+        seed_keys=on_device(rows.seed_key),
+        positions=on_device(rows.position),
+        temperatures=on_device(rows.temperature),
+        top_k=on_device(rows.top_k),
+        top_p=on_device(rows.top_p),
+        min_p=on_device(rows.min_p),
+        list_starts=on_device(np.arange(count + 1) * room),
+    )
+    if plainly:
+        plain_truncation.draw_truncated(logits, given, draws)
     else:
-        sample_rows(logits.to(DEVICE), *basic, **outputs)
-    return Drawn(ids.cpu().numpy().astype(np.int64), logprobs.cpu().numpy(), kept)
+        sample_rows_truncated(logits, given, draws, sample_workspace(count, DEVICE))
+    return draws
+
+
+def kept_by_bits(draws: TruncatedDraws, vocab_size: int) -> list[np.ndarray]:
+    words = draws.kept_words.cpu().numpy()
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    assert not bits[:, vocab_size:].any()
+    return [np.flatnonzero(row) for row in bits]
 
 
 def peaked_logits(count, vocab_size, seed):
@@ -205,7 +232,22 @@ def test_ties_at_the_cut_go_to_the_lower_token_id(limits):
     assert check_truncated(logits.bfloat16(), rows) <= 1
 
 
-def test_more_kept_tokens_than_can_be_listed():
+@pytest.mark.parametrize("room", [0, 7, 1111])
+def test_truncated_draws_are_those_of_the_plain_form(room):
+    limits = {"top_k": (0, 3, 7, 8, 300, 5000), "top_p": (1.0, 0.95), "min_p": (0.0, 0.01)}
+    rows = make_rows(3 * SOME, np.random.default_rng(9), temperatures=(1.0, 0.6, 0.0), **limits)
+    logits = (peaked_logits(4 * SOME, 1111, seed=9) * 16.0).round() / 16.0
+    sources = np.random.default_rng(9).permutation(4 * SOME)[: 3 * SOME]
+    drawn, expected = (
+        draw_truncated(logits, rows, sources, room, plainly=plainly) for plainly in (False, True)
+    )
+    for name in ("token_ids", "counts", "listed", "kept_words"):
+        np.testing.assert_array_equal(getattr(drawn, name).cpu(), getattr(expected, name).cpu(), name)
+    torch.testing.assert_close(drawn.logprobs, expected.logprobs, rtol=1e-5, atol=3e-6)
+    assert (drawn.counts.min() <= 3) and drawn.counts.max() == 1111
+
+
+def test_more_kept_tokens_than_the_search_can_list():
     rows = make_rows(4, np.random.default_rng(6), temperatures=(3.0,), top_p=(0.97,))
     logits = torch.randn((4, 3 * MAX_LISTED), generator=torch.Generator().manual_seed(6))
     expected, drawn = sample(logits, rows), draw(logits, rows)
