@@ -45,8 +45,9 @@ class DeviceFlight:
     def wait(self) -> Drawn:
         if self.landed is not None:
             self.landed.synchronize()
-        token_ids = np.concatenate([part.numpy() for part in self.token_ids])
-        logprobs = np.concatenate([part.numpy() for part in self.logprobs])
+        # A pass over the middle of a prompt draws nothing.
+        token_ids = np.concatenate([np.zeros(0, dtype=np.int32), *(part.numpy() for part in self.token_ids)])
+        logprobs = np.concatenate([np.zeros(0, dtype=np.float32), *(part.numpy() for part in self.logprobs)])
         return Drawn(token_ids.astype(np.int64), logprobs, self.kept)
 
 
@@ -87,9 +88,15 @@ class DeviceExecutor:
             max_running,
             self._passes.state,
             self._passes.decode,
+            sharing_pays_tokens=self._passes.sharing_pays_tokens,
             captured=compiled and prepared.capturable,
             progress=progress,
         )
+
+    @property
+    def num_tokens_shared(self) -> int:
+        """Key-value rows of prompts that decode passes did not read, because another row had read them."""
+        return self._decoding.num_tokens_shared
 
     def launch(self, work: Work) -> DeviceFlight:
         table = self.table

@@ -19,13 +19,22 @@ LENGTHS = (3, 40, 17, 90, 1, 33, 65, 12)
 
 
 @pytest.fixture
-def make_device_engine(tiny_checkpoint):
+def make_executor(tiny_checkpoint):
     def build(checkpoint=tiny_checkpoint, **settings):
         given = {"max_running": 12, "block_size": 16, "kv_tokens": 2048, "prefill_tokens": 512, **settings}
-        executor = DeviceExecutor(load_model(checkpoint), compiled=False, **given)
-        return TorchEngine(
-            executor, ledger=TimeLedger(ENGINE_ACTIVITIES), prefill_tokens=given["prefill_tokens"]
-        )
+        return DeviceExecutor(load_model(checkpoint), compiled=False, **given)
+
+    return build
+
+
+def engine_of(executor, prefill_tokens=512):
+    return TorchEngine(executor, ledger=TimeLedger(ENGINE_ACTIVITIES), prefill_tokens=prefill_tokens)
+
+
+@pytest.fixture
+def make_device_engine(make_executor):
+    def build(*checkpoint, **settings):
+        return engine_of(make_executor(*checkpoint, **settings), settings.get("prefill_tokens", 512))
 
     return build
 
@@ -80,6 +89,45 @@ def test_a_group_computes_its_prompt_once(make_device_engine, run_engine, make_r
     assert engine.counters()["cache_hit_tokens"] == 5 * 48
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_running": 7}, {"kv_tokens": 320}, {"prefill_tokens": 20}],
+    ids=["plain", "slots change hands", "preempted", "members start one by one"],
+)
+def test_members_that_read_their_prompt_together_draw_as_if_alone(
+    make_engine, make_executor, run_engine, make_request, settings
+):
+    """Members finish at different times; their prompts are 40 to 70 tokens, of which full blocks are shared."""
+    prompts = [np.random.default_rng(n).integers(0, 61, n) for n in (40, 64, 70)]
+    members = [
+        make_request(f"g{n}m{i}", prompt=prompt, max_tokens=6 + 5 * i, stop_ids=(7,))
+        for n, prompt in enumerate(prompts)
+        for i in range(5)
+    ]
+    expected = run_engine(make_engine(), *members)
+    executor = make_executor(**settings)
+    engine = engine_of(executor, settings.get("prefill_tokens", 512))
+    got = run_engine(engine, *members)
+    for name, completion in expected.items():
+        agree(got[name], completion)
+    assert executor.num_tokens_shared > 1000
+    assert (engine.counters()["preemptions"] > 0) == ("kv_tokens" in settings)
+
+
+def test_rows_with_nothing_in_common_share_nothing(make_executor, run_engine, crowd):
+    executor = make_executor()
+    run_engine(engine_of(executor), *crowd)
+    assert executor.num_tokens_shared == 0
+
+
+def test_a_pass_over_the_middle_of_a_prompt_draws_nothing(
+    make_engine, make_device_engine, run_engine, make_request
+):
+    request = make_request("long", prompt=70)
+    got = run_engine(make_device_engine(prefill_tokens=20), request)["long"]
+    agree(got, run_engine(make_engine(), request)["long"])
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3"])
 def test_families_agree_with_the_plain_executor(
     tmp_path, make_device_engine, run_engine, make_request, family
@@ -90,6 +138,7 @@ def test_families_agree_with_the_plain_executor(
         tmp_path, family=family, vocab_size=61, num_kv_heads=2, init_std=0.12, tie_embeddings=False
     )
     crowd = [make_request(f"f{i}", prompt=n, max_tokens=12) for i, n in enumerate((5, 60, 33))]
+    crowd.append(make_request("f3", prompt=crowd[1].prompt_ids, max_tokens=20))
     plain = torch_engine(load_model(tmp_path), ledger=TimeLedger(ENGINE_ACTIVITIES))
     expected, got = run_engine(plain, *crowd), run_engine(make_device_engine(tmp_path), *crowd)
     for name, completion in expected.items():
