@@ -1,8 +1,9 @@
 """Decode passes of fixed sizes: their memory, and the CUDA graphs that replay them.
 
 In: the decoding slots of a pass. Out: one drawn token and its log-probability a row, in device memory. A pass
-is padded to the next bucket; rows of padding belong to a slot and a block that nobody reads. A graph holds
-addresses, so everything a bucket reads and writes stays where it is, the weights included.
+is padded to a bucket that holds it; rows of padding belong to a slot and a block that nobody reads. A graph holds
+addresses, so everything a bucket reads and writes stays where it is, the weights included. Matrix products
+of more rows sometimes take less time, so captured buckets are timed and a pass goes to the quickest that holds it.
 
 A pass may read prompts that several rows share once for all of them. That takes a launch more a layer, so small
 buckets exist in both forms, and each pass goes to the one that costs it less.
@@ -12,7 +13,8 @@ Shape legend: B rows of the bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ _FIELDS = 8
 _SHARING_FIELDS = 2
 _SHARING_ONLY_FROM = 128
 """Rows from which a launch that finds nothing to do is too small a part of a pass to have graphs without it."""
+_CLEARLY_QUICKER = 0.98
+_TIMED_REPLAYS = 2
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -40,6 +44,15 @@ def bucket_sizes(most: int) -> list[int]:
             octave if size < 16 else octave // 2 if size < 64 else octave // 4 if size < 128 else octave // 8
         )
     return [*sizes, max(2, most)]
+
+
+def quickest(seconds: Sequence[float]) -> list[int]:
+    """For each bucket, smallest first, the one to use in its place: itself, unless a larger one is clearly quicker."""
+    chosen = list(range(len(seconds)))
+    for i in reversed(chosen[:-1]):
+        if seconds[chosen[i + 1]] < _CLEARLY_QUICKER * seconds[i]:
+            chosen[i] = chosen[i + 1]
+    return chosen
 
 
 class DecodeBatch:
@@ -105,7 +118,8 @@ class DecodeBatches:
         self._state = state
         self._sharing_pays_tokens = sharing_pays_tokens
         self._finder = SharedPromptFinder()
-        self._sharing = [DecodeBatch(size, state.device, sharing=True) for size in bucket_sizes(most)]
+        self._sizes = bucket_sizes(most)
+        self._sharing = [DecodeBatch(size, state.device, sharing=True) for size in self._sizes]
         self._plain = [
             batch
             if batch.size >= _SHARING_ONLY_FROM
@@ -114,14 +128,16 @@ class DecodeBatches:
         ]
         self.num_tokens_shared = 0
         """Key-value rows of prompts that passes so far did not read, because another row had read them."""
+        self._bucket_used = list(range(len(self._sizes)))
         if captured:
             self._capture(progress)
+            self._bucket_used = quickest(self._seconds())
 
     def run(self, table: SlotTable, slots: np.ndarray) -> None:
         prompts = self._finder.find(table, slots)
         saved = prompts.saved_tokens
         batches = self._sharing if saved >= self._sharing_pays_tokens else self._plain
-        batch = next(batch for batch in batches if batch.size >= len(slots))
+        batch = batches[self._bucket_used[bisect_left(self._sizes, len(slots))]]
         batch.fill(table, slots, self._state, prompts)
         if batch.shared is not None:
             self.num_tokens_shared += saved
@@ -142,6 +158,21 @@ class DecodeBatches:
             with torch.cuda.graph(batch.graph, pool=pool):
                 self._compute(batch)
             pool = batch.graph.pool()
+
+    def _seconds(self) -> list[float]:
+        """Of a pass of each bucket, all of it padding: what depends on its size and not on its rows."""
+        marks = []
+        for batch in self._plain:
+            assert batch.graph is not None
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            batch.graph.replay()
+            begin.record()
+            for _ in range(_TIMED_REPLAYS):
+                batch.graph.replay()
+            end.record()
+            marks.append((begin, end))
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) * 1e-3 / _TIMED_REPLAYS for begin, end in marks]
 
 
 def _sharing_parts(numbers: Any, size: int) -> tuple[Any, Any, Any, Any]:

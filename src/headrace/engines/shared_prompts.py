@@ -83,9 +83,12 @@ def _alike_together(blocks_BC: np.ndarray, depths_B: np.ndarray) -> np.ndarray:
     num_rows, num_columns = blocks_BC.shape
     if num_columns == 0:
         return np.arange(num_rows)
-    last_B = blocks_BC[np.arange(num_rows), np.maximum(depths_B - 1, 0)]
     columns = np.unique(np.linspace(0, num_columns - 1, _SORTED_COLUMNS).astype(np.int64))
-    return np.lexsort((last_B, *blocks_BC[:, columns[::-1]].T))
+    # Numbers with the high byte first sort as text does, and numpy sorts text by rows.
+    keys = np.empty((num_rows, len(columns) + 1), dtype=">i4")
+    keys[:, :-1] = blocks_BC[:, columns]
+    keys[:, -1] = blocks_BC[np.arange(num_rows), np.maximum(depths_B - 1, 0)]
+    return np.argsort(keys.view(f"S{keys.itemsize * keys.shape[1]}")[:, 0], kind="stable")
 
 
 def _common_columns(blocks_BC: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.engines.decode_batches import bucket_sizes
+from headrace.engines.decode_batches import bucket_sizes, quickest
 from headrace.engines.device_executor import DeviceExecutor
 from headrace.engines.torch_engine import TorchEngine
 from headrace.models.loading import load_model, make_tiny_model
@@ -181,3 +181,19 @@ def test_buckets_reach_the_most_and_waste_at_most_a_third():
         sizes = bucket_sizes(most)
         assert sizes[-1] == max(2, most) and sizes == sorted(set(sizes))
         assert all(b <= max(2 * a, 16) and (a < 16 or b <= 1.5 * a) for a, b in pairwise(sizes))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "used"),
+    [
+        ([1.0], [0]),
+        ([1.0, 2.0, 3.0], [0, 1, 2]),
+        ([1.0, 3.0, 2.0, 4.0], [0, 2, 2, 3]),
+        ([5.0, 4.0, 3.0, 2.0], [3, 3, 3, 3]),
+        ([1.0, 5.0, 4.0, 3.0, 9.0], [0, 3, 3, 3, 4]),
+        ([2.0, 1.99], [0, 1]),
+    ],
+    ids=["one", "rising", "one too slow", "falling", "several", "within the noise"],
+)
+def test_a_bucket_gives_way_to_a_larger_one_that_is_clearly_quicker(seconds, used):
+    assert quickest(seconds) == used
