@@ -2,7 +2,8 @@
 
 Program (head k, span s, row b) attends the G query heads of key-value head k to one span of the rows that b sees.
 How many spans are really used depends on the row's length: a short row is one span, written straight to the
-output. Otherwise each span leaves a partial result, and ``join_kernel`` makes the output of them.
+output. Otherwise each span leaves a partial result, and ``join_kernel`` makes the output of them. With SHARED a
+row's spans begin behind its shared prefix, and the first goes on from what ``prefix_kernel`` left of that.
 
 Shape legend: G query heads of a key-value head, P the same padded to a power of two, N key-value rows of a
 tile, D key head dim, E value head dim, C spans.
@@ -15,13 +16,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.kernels.pool import accumulate, load_heads, row_offsets, score
+from headrace.kernels.pool import attend_rows
+from headrace.kernels.prefix import prefix_state
 
 
 @triton.jit
-def spans_of(length, WINDOW: tl.constexpr, SPANS: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr):
-    """The first key-value row a query of this length sees, the rows of a span, and the number of spans used."""
-    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
+def spans_of(
+    length,
+    prefix,
+    WINDOW: tl.constexpr,
+    SPANS: tl.constexpr,
+    MIN_SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The first key-value row of a query of this length that is read here, the rows of a span, and the number of
+    spans used."""
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else prefix
     span_rows = tl.maximum(tl.cdiv(length - first, SPANS * TILE) * TILE, MIN_SPAN)
     return first, span_rows, tl.maximum(tl.cdiv(length - first, span_rows), 1)
 
@@ -36,6 +46,10 @@ def decode_kernel(
     out,
     partial_sums,
     partial_stats,
+    begins,
+    prefix_sums,
+    prefix_stats,
+    num_parts,
     scale,
     query_stride_b,
     query_stride_h,
@@ -53,6 +67,7 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     EXACT: tl.constexpr,
+    SHARED: tl.constexpr,
     SPANS: tl.constexpr,
     MIN_SPAN: tl.constexpr,
     TILE: tl.constexpr,
@@ -60,7 +75,8 @@ def decode_kernel(
     head, span, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
-    first, span_rows, num_used = spans_of(length, WINDOW, SPANS, MIN_SPAN, TILE)
+    prefix = tl.load(begins + row) if SHARED else length * 0
+    first, span_rows, num_used = spans_of(length, prefix, WINDOW, SPANS, MIN_SPAN, TILE)
     if span >= num_used:
         return
 
@@ -70,21 +86,19 @@ def decode_kernel(
     query_PD = tl.load(query_at, mask=(heads_P < G)[:, None] & (dims_D < D)[None, :], other=0.0)
     begin = first + span * span_rows
     end = tl.minimum(begin + span_rows, length)
-    top_P = tl.full([P], float("-inf"), tl.float32)
-    total_P = tl.zeros([P], tl.float32)
-    sum_PE = tl.zeros([P, E_PAD], tl.float32)
-    tokens_N = begin + tl.arange(0, TILE)
-    offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, K * (D + E))
-    for _ in range(begin, end, TILE):
-        visible_N = tokens_N < end
-        key_ND = load_heads(pool + head * D, offsets_N, visible_N, D, D_PAD)
-        value_NE = load_heads(pool + K * D + head * E, offsets_N, visible_N, E, E_PAD)
-        scores_PN = score(query_PD, key_ND, scale, SOFTCAP, EXACT)
-        scores_PN = tl.where(visible_N[None, :], scores_PN, float("-inf"))
-        top_P, total_P, sum_PE = accumulate(scores_PN, value_NE, top_P, total_P, sum_PE, EXACT)
-        # One tile ahead, so that the pipeline need not wait for a table before it asks for rows.
-        tokens_N += TILE
-        offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, K * (D + E))
+    if SHARED:
+        line_P, seen = row * K * G + head * G + heads_P, tl.where(span == 0, prefix, 0)
+        top_P, total_P, sum_PE = prefix_state(
+            seen, num_parts, line_P, heads_P < G, prefix_sums, prefix_stats, E, E_PAD, P
+        )
+    else:
+        top_P = tl.full([P], float("-inf"), tl.float32)
+        total_P = tl.zeros([P], tl.float32)
+        sum_PE = tl.zeros([P, E_PAD], tl.float32)
+    top_P, total_P, sum_PE = attend_rows(
+        query_PD, pool, table, head, begin, end, top_P, total_P, sum_PE, scale,
+        K, D, D_PAD, E, E_PAD, S, SOFTCAP, EXACT, TILE,
+    )  # fmt: skip
 
     dims_E = tl.arange(0, E_PAD)
     written_PE = (heads_P < G)[:, None] & (dims_E < E)[None, :]
@@ -102,6 +116,7 @@ def decode_kernel(
 @triton.jit
 def join_kernel(
     lengths,
+    begins,
     out,
     partial_sums,
     partial_stats,
@@ -110,6 +125,7 @@ def join_kernel(
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
+    SHARED: tl.constexpr,
     SPANS: tl.constexpr,
     MIN_SPAN: tl.constexpr,
     TILE: tl.constexpr,
@@ -117,7 +133,9 @@ def join_kernel(
     """One query head of one row from its spans."""
     head, row = tl.program_id(0), tl.program_id(1)
     spans_C, dims_E = tl.arange(0, SPANS), tl.arange(0, E_PAD)
-    _, _, num_used = spans_of(tl.load(lengths + row), WINDOW, SPANS, MIN_SPAN, TILE)
+    length = tl.load(lengths + row)
+    prefix = tl.load(begins + row) if SHARED else length * 0
+    _, _, num_used = spans_of(length, prefix, WINDOW, SPANS, MIN_SPAN, TILE)
     if num_used == 1:
         return
     used_C = spans_C < num_used
