@@ -109,7 +109,7 @@ def decode_attention(
     tile, num_warps, num_stages = _decode_shape(key_dim, pool_BSW.dtype, num_spans)
     shared = None if window else shared
     values = {"E": value_dim, "E_PAD": triton.next_power_of_2(value_dim)}
-    spans = {"WINDOW": window or 0, "SHARED": shared is not None, "SPANS": num_spans, "MIN_SPAN": _MIN_SPAN}
+    spans = {"WINDOW": window or 0, "SHARED": shared is not None, "MIN_SPAN": _MIN_SPAN}
     heads = {
         "K": num_kv_heads,
         "G": group,
@@ -158,6 +158,8 @@ def decode_attention(
             workspace.stats,
             out_BHE.stride(0),
             out_BHE.stride(1),
+            num_spans,
+            MAX_SPANS=_MAX_SPANS,
             TILE=tile,
             num_warps=4,
             **values,

@@ -91,25 +91,23 @@ def prefix_kernel(
 
 
 @triton.jit
-def prefix_state(
-    prefix, num_parts, line_P, there_P, sums, stats, E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr
-):
-    """Maximum, total weight and weighted sum of values over a prefix, from the states of its parts; those of a
-    softmax that has seen nothing where the prefix is empty. ``line_P``: row of the pass * H + query head."""
+def part_state(part, num_parts, line_P, there_P, sums, stats, E: tl.constexpr, E_PAD: tl.constexpr):
+    """Maximum, total weight and weighted sum of values over one part of a prefix; those of a softmax that has seen
+    nothing where it is not there. ``line_P``: row of the pass * H + query head."""
     dims_E = tl.arange(0, E_PAD)
-    top_P = tl.full([P], float("-inf"), tl.float32)
-    total_P = tl.zeros([P], tl.float32)
-    sum_PE = tl.zeros([P, E_PAD], tl.float32)
-    num_used = tl.cdiv(prefix, tl.maximum(rows_of_part(prefix, num_parts), 1))
-    for part in range(0, num_used):
-        state_P = line_P * num_parts + part
-        part_top_P = tl.load(stats + state_P * 2, mask=there_P, other=0.0)
-        part_total_P = tl.load(stats + state_P * 2 + 1, mask=there_P, other=0.0)
-        part_at = sums + state_P[:, None] * E + dims_E[None, :]
-        part_sum_PE = tl.load(part_at, mask=there_P[:, None] & (dims_E < E)[None, :], other=0.0)
-        new_top_P = tl.maximum(top_P, part_top_P)
-        kept_P, added_P = tl.exp2(top_P - new_top_P), tl.exp2(part_top_P - new_top_P)
-        total_P = total_P * kept_P + part_total_P * added_P
-        sum_PE = sum_PE * kept_P[:, None] + part_sum_PE * added_P[:, None]
-        top_P = new_top_P
-    return top_P, total_P, sum_PE
+    state_P = line_P * num_parts + part
+    top_P = tl.load(stats + state_P * 2, mask=there_P, other=float("-inf"))
+    total_P = tl.load(stats + state_P * 2 + 1, mask=there_P, other=0.0)
+    sum_at = sums + state_P[:, None] * E + dims_E[None, :]
+    return top_P, total_P, tl.load(sum_at, mask=there_P[:, None] & (dims_E < E)[None, :], other=0.0)
+
+
+@triton.jit
+def joined(top_P, total_P, sum_PE, other_top_P, other_total_P, other_sum_PE):
+    """The state of a softmax that has seen what both have."""
+    new_top_P = tl.maximum(top_P, other_top_P)
+    # Two that have seen nothing keep weight zero instead of exp2(-inf + inf).
+    shift_P = tl.where(new_top_P == float("-inf"), 0.0, new_top_P)
+    kept_P, added_P = tl.exp2(top_P - shift_P), tl.exp2(other_top_P - shift_P)
+    total_P = total_P * kept_P + other_total_P * added_P
+    return new_top_P, total_P, sum_PE * kept_P[:, None] + other_sum_PE * added_P[:, None]
