@@ -5,8 +5,9 @@ is padded to a bucket that holds it; rows of padding belong to a slot and a bloc
 addresses, so everything a bucket reads and writes stays where it is, the weights included. Matrix products
 of more rows sometimes take less time, so captured buckets are timed and a pass goes to the quickest that holds it.
 
-A pass may read prompts that several rows share once for all of them. That takes a launch more a layer, so small
-buckets exist in both forms, and each pass goes to the one that costs it less.
+A pass may read prompts that several rows share once for all of them. That takes a launch more a layer, and rows
+of one group find most of their prompt in the chip's cache anyway, so it pays for many rows or long prompts only:
+each pass goes to the form that costs it less, and the sharing form of a bucket is captured when it is first used.
 
 Shape legend: B rows of the bucket.
 """
@@ -27,8 +28,7 @@ from headrace.kernels.shared_prefixes import SharedPrefixes
 
 _FIELDS = 8
 _SHARING_FIELDS = 2
-_SHARING_ONLY_FROM = 128
-"""Rows from which a launch that finds nothing to do is too small a part of a pass to have graphs without it."""
+_NO_SLOTS = np.zeros(0, dtype=np.int64)
 _CLEARLY_QUICKER = 0.98
 _TIMED_REPLAYS = 2
 
@@ -116,48 +116,54 @@ class DecodeBatches:
         the cheaper one."""
         self._compute = compute
         self._state = state
+        self._captured = captured
+        self._pool: Any = None
         self._sharing_pays_tokens = sharing_pays_tokens
         self._finder = SharedPromptFinder()
         self._sizes = bucket_sizes(most)
-        self._sharing = [DecodeBatch(size, state.device, sharing=True) for size in self._sizes]
-        self._plain = [
-            batch
-            if batch.size >= _SHARING_ONLY_FROM
-            else DecodeBatch(batch.size, state.device, sharing=False)
-            for batch in self._sharing
-        ]
+        self._plain = [DecodeBatch(size, state.device, sharing=False) for size in self._sizes]
+        self._sharing: dict[int, DecodeBatch] = {}
         self.num_tokens_shared = 0
         """Key-value rows of prompts that passes so far did not read, because another row had read them."""
         self._bucket_used = list(range(len(self._sizes)))
         if captured:
-            self._capture(progress)
+            # The largest first: the smaller ones then fit into its memory.
+            for n, batch in enumerate(reversed(self._plain), start=1):
+                progress(f"capturing decode graphs {n}/{len(self._plain)}")
+                self._capture(batch)
             self._bucket_used = quickest(self._seconds())
 
     def run(self, table: SlotTable, slots: np.ndarray) -> None:
         prompts = self._finder.find(table, slots)
-        saved = prompts.saved_tokens
-        batches = self._sharing if saved >= self._sharing_pays_tokens else self._plain
-        batch = batches[self._bucket_used[bisect_left(self._sizes, len(slots))]]
+        bucket = self._bucket_used[bisect_left(self._sizes, len(slots))]
+        batch = self._plain[bucket]
+        if prompts.saved_tokens >= self._sharing_pays_tokens:
+            batch = self._sharing_batch(bucket, table)
+            self.num_tokens_shared += prompts.saved_tokens
         batch.fill(table, slots, self._state, prompts)
-        if batch.shared is not None:
-            self.num_tokens_shared += saved
         if batch.graph is None:
             self._compute(batch)
         else:
             batch.graph.replay()
 
-    def _capture(self, progress: Callable[[str], None]) -> None:
-        pool = None
-        # The largest first: the smaller ones then fit into its memory.
-        batches = sorted({*self._sharing, *self._plain}, key=lambda batch: batch.size, reverse=True)
-        for n, batch in enumerate(batches, start=1):
-            progress(f"capturing decode graphs {n}/{len(batches)}")
+    def _sharing_batch(self, bucket: int, table: SlotTable) -> DecodeBatch:
+        if bucket not in self._sharing:
+            batch = DecodeBatch(self._sizes[bucket], self._state.device, sharing=True)
+            if self._captured:
+                # Computed before it is captured, so its rows must be nobody's.
+                batch.fill(table, _NO_SLOTS, self._state, self._finder.nothing)
+                self._capture(batch)
+            self._sharing[bucket] = batch
+        return self._sharing[bucket]
+
+    def _capture(self, batch: DecodeBatch) -> None:
+        self._compute(batch)
+        torch.cuda.synchronize()
+        batch.graph = torch.cuda.CUDAGraph()
+        # An update may be read by another thread meanwhile, on a stream of its own.
+        with torch.cuda.graph(batch.graph, pool=self._pool, capture_error_mode="thread_local"):
             self._compute(batch)
-            torch.cuda.synchronize()
-            batch.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(batch.graph, pool=pool):
-                self._compute(batch)
-            pool = batch.graph.pool()
+        self._pool = batch.graph.pool()
 
     def _seconds(self) -> list[float]:
         """Of a pass of each bucket, all of it padding: what depends on its size and not on its rows."""

@@ -93,7 +93,7 @@ class Kernels(Protocol):
 class TritonKernels:
     """For CUDA. Scratch memory is made for the largest pass and used by all."""
 
-    sharing_pays_bytes = 16 << 20
+    sharing_pays_bytes = 96 << 20
 
     def __init__(
         self, *, max_rows: int, num_heads: int, value_dim: int, max_length: int, device: torch.device

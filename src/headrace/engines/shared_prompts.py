@@ -45,7 +45,7 @@ class SharedPromptFinder:
 
     def __init__(self) -> None:
         self._tenants = np.zeros(0, dtype=np.int64)
-        self._found = shared_prompts(np.zeros((0, 0), dtype=np.int64), self._tenants, 1)
+        self.nothing = self._found = shared_prompts(np.zeros((0, 0), dtype=np.int64), self._tenants, 1)
 
     def find(self, table: SlotTable, slots: np.ndarray) -> SharedPrompts:
         """Of these slots, all of which decode."""

@@ -106,8 +106,8 @@ def decode_attention(
     num_kv_heads = pool_BSW.shape[2] // (key_dim + value_dim)
     num_spans = workspace.num_spans(num_rows * num_kv_heads)
     group = num_heads // num_kv_heads
-    tile, num_warps, num_stages = _decode_shape(key_dim, pool_BSW.dtype, num_spans)
     shared = None if window else shared
+    tile, num_warps, num_stages = _decode_shape(key_dim, pool_BSW.dtype, num_spans, shared is not None)
     values = {"E": value_dim, "E_PAD": triton.next_power_of_2(value_dim)}
     spans = {"WINDOW": window or 0, "SHARED": shared is not None, "MIN_SPAN": _MIN_SPAN}
     heads = {
@@ -210,11 +210,14 @@ def _attend_prefixes(
     )
 
 
-def _decode_shape(key_dim: int, dtype: torch.dtype, num_spans: int) -> tuple[int, int, int]:
+def _decode_shape(key_dim: int, dtype: torch.dtype, num_spans: int, is_shared: bool) -> tuple[int, int, int]:
     """Key-value rows of a tile, warps, pipeline stages. Many programs share a multiprocessor and hide each other's
-    waits, so they are small; few must each ask for much ahead. Chosen by timing on an H200."""
+    waits, so they are small; few must each ask for much ahead. With the prefix read elsewhere there is little left for
+    each, and the smallest do best. Chosen by timing on an H200."""
     if dtype == torch.float32 or key_dim > 128:
         return 32, 4, 2
+    if is_shared:
+        return 32, 2, 3
     if key_dim <= 64:
         return (64, 2, 2) if num_spans <= 2 else (128, 4, 2)
     return (64, 4, 2) if num_spans <= 2 else (64, 4, 3)
