@@ -131,7 +131,9 @@ def _with_trl(
 
 
 def _told(side: str, row: Mapping[str, Any]) -> str:
-    return f"{side}: {row['seconds']:.2f} s a step, at most {row['peak_bytes'] / 1e9:.1f} GB in use"
+    parts = [f", {name[:-2]} {row[name]:.2f} s" for name in ("generation_s", "training_s") if name in row]
+    memory = f"at most {row['peak_bytes'] / 1e9:.1f} GB in use"
+    return f"{side}: {row['seconds']:.2f} s a step{''.join(parts)}, {memory}"
 
 
 def table(figures: Mapping[str, Any]) -> Table:
