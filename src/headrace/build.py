@@ -30,7 +30,7 @@ from headrace.scoring.resolve import function_name, resolve
 from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
 from headrace.types import Sampling
 from headrace.weights.segment_directory import create_segment_directory
-from headrace.weights.transports import TransportReceiver, weight_sender
+from headrace.weights.transports import Route, TransportReceiver, choose, weight_sender
 
 Reward = str | Callable[..., Any]
 
@@ -205,6 +205,11 @@ def dtype(settings: Settings) -> str:
     return settings.model.dtype
 
 
+def route(settings: Settings) -> Route:
+    """How weights reach the engines. All roles are on this machine and its one device."""
+    return choose(settings.weights.transport, device=device(settings.model.device))
+
+
 def engine_role(told: Mapping[str, Any]) -> Engine:
     """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update."""
     quieten()
@@ -248,7 +253,11 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
     t, a = settings.trainer, settings.algo
     core = TorchTrainer(
         model,
-        sender=weight_sender(model.device.type, Path(told["segments"])),
+        sender=weight_sender(
+            route(settings),
+            segments=Path(told["segments"]),
+            folder=Path(told.get("folder", told["segments"])),
+        ),
         ledger=ledger,
         tokenizer_dir=Path(told["model"]),
         loss=a.loss,
@@ -341,6 +350,7 @@ async def _start(
         "settings": settings.model_dump(mode="json", exclude_none=True),
         "model": str(model_directory(settings)),
         "segments": str(directory / "weights"),
+        "folder": str(run_dir / "weights"),
         "fresh": fresh,
     }
     engines = [{**told, "name": f"engine-{i}", "version": -1} for i in range(settings.engine.count)]

@@ -109,6 +109,11 @@ def _model(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     )
 
 
+def _weights(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
+    route = build.route(settings)
+    yield Finding(check="weights", verdict="ok", detail=f"travel by {route.transport}: {route.why}")
+
+
 def _tasks(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     source = build.task_source(settings)
     facts["tasks"] = [source.task(i) for i in range(min(8, len(source)))]
@@ -208,6 +213,7 @@ def _as_episode(task: Task, text: str) -> Episode:
 
 _RUN_CHECKS = (
     ("model", _model),
+    ("weights", _weights),
     ("tasks", _tasks),
     ("reward", _rewards),
     ("engine", _agreement),

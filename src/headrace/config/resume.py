@@ -39,6 +39,7 @@ MAY_CHANGE = frozenset(
         "engine.memory_share",
         "model.eager",
         "weights.mode",
+        "weights.transport",
         "weights.deadline_s",
     }
 )

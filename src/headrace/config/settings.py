@@ -244,6 +244,9 @@ class WeightSettings(Section):
     mode: InterruptMode = "never"
     """What running requests do: `never` stop, `drain` (finish first), `abort` (stop and resume on the new
     weights) or `block` (freeze until applied)."""
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "files"] = "auto"
+    """How the bytes travel: `shared_memory` (one machine), `cuda_ipc` (one GPU), `files` (in the run directory,
+    which all machines must share); `auto` takes the shortest way there is."""
     deadline_s: float = Field(60.0, gt=0)
     """Seconds an engine may take to apply an update."""
 

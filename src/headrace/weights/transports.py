@@ -1,25 +1,68 @@
-"""Which way weights travel: decided once by the sender, announced in each manifest, followed by receivers.
+"""Which way weights travel and in what form: decided once by the sender, announced in each manifest, followed
+by receivers.
 
-On a GPU the bytes stay there and are opened by the other process; from a CPU they go through shared memory.
+The choice follows from where the roles are. On one GPU the bytes stay there and are opened by the other process;
+on one machine they go through shared memory; between machines through the folder they share. ``collective``
+broadcasts instead and has to be asked for. A difference is worth its search where the way is slow and the
+weights have two bytes: of four-byte weights nearly every one changes with every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from headrace.errors import WeightSyncError
+from headrace.errors import ConfigError, WeightSyncError
 from headrace.protocols import WeightReceiver, WeightSender
 from headrace.types import TensorBlob, WeightManifest
-from headrace.weights import shared_memory
+from headrace.weights import files, shared_memory
+
+Transport = Literal["shared_memory", "cuda_ipc", "files"]
 
 
-def weight_sender(device_kind: str, segments: Path) -> WeightSender:
-    """The sender for weights on this kind of device; ``segments`` is where mapped files may lie."""
-    if device_kind == "cuda":
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How the weights of a run travel, with the reason for people."""
+
+    transport: Transport
+    why: str
+
+
+def choose(asked: str, *, device: str, one_machine: bool = True) -> Route:
+    """``asked`` is a transport or ``auto``; ``device`` is the kind that trainer and engines compute on."""
+    if asked == "cuda_ipc" and (device != "cuda" or not one_machine):
+        raise ConfigError(
+            "weights.transport is cuda_ipc, but the weights are not on one machine's GPU: set weights.transport "
+            "to auto"
+        )
+    if asked == "shared_memory" and not one_machine:
+        raise ConfigError(
+            "weights.transport is shared_memory, but the roles are on several machines: set weights.transport to "
+            "files or collective"
+        )
+    if asked != "auto":
+        return Route(transport=asked, why="asked for by weights.transport")  # type: ignore[arg-type]
+    if not one_machine:
+        return Route(
+            transport="files", why="the roles are on several machines, which share the run directory"
+        )
+    if device == "cuda":
+        return Route(transport="cuda_ipc", why="trainer and engines use one GPU, so the bytes stay there")
+    return Route(
+        transport="shared_memory", why="trainer and engines are on one machine, the weights in its memory"
+    )
+
+
+def weight_sender(route: Route, *, segments: Path, folder: Path) -> WeightSender:
+    """``segments`` is where mapped files may lie, ``folder`` where weights may be written for others to read."""
+    if route.transport == "cuda_ipc":
         from headrace.weights.cuda_ipc import CudaIpcSender
 
         return CudaIpcSender()
+    if route.transport == "files":
+        return files.FilesSender(folder)
     return shared_memory.SharedMemorySender(segments)
 
 
@@ -42,6 +85,8 @@ class TransportReceiver:
 def _receiver(transport: str) -> WeightReceiver:
     if transport == shared_memory.TRANSPORT:
         return shared_memory.SharedMemoryReceiver()
+    if transport == files.TRANSPORT:
+        return files.FilesReceiver()
     if transport == "cuda_ipc":
         from headrace.weights.cuda_ipc import CudaIpcReceiver
 
