@@ -207,7 +207,13 @@ def dtype(settings: Settings) -> str:
 
 def route(settings: Settings) -> Route:
     """How weights reach the engines. All roles are on this machine and its one device."""
-    return choose(settings.weights.transport, device=device(settings.model.device))
+    w = settings.weights
+    return choose(
+        w.transport,
+        w.bundle,
+        device=device(settings.model.device),
+        item_bytes=2 if dtype(settings) == "bfloat16" else 4,
+    )
 
 
 def engine_role(told: Mapping[str, Any]) -> Engine:

@@ -111,7 +111,8 @@ def _model(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
 
 def _weights(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     route = build.route(settings)
-    yield Finding(check="weights", verdict="ok", detail=f"travel by {route.transport}: {route.why}")
+    detail = f"travel by {route.transport}: {route.why}; {route.bundle} bundles: {route.why_bundle}"
+    yield Finding(check="weights", verdict="ok", detail=detail)
 
 
 def _tasks(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:

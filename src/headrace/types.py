@@ -263,10 +263,10 @@ class TensorPatch:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    places: np.ndarray
-    """int64 [K], ascending positions in the flattened tensor."""
-    bits: np.ndarray
-    """[K] of the unsigned integer as wide as an element: the new bits."""
+    places: Any
+    """int64 [K], ascending positions in the flattened tensor: numpy, or torch where the tensor is on a GPU."""
+    bits: Any
+    """[K] of an integer as wide as an element: the new bits, on the same side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ MAY_CHANGE = frozenset(
         "model.eager",
         "weights.mode",
         "weights.transport",
+        "weights.bundle",
         "weights.deadline_s",
     }
 )

@@ -15,27 +15,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from operator import itemgetter
+from typing import TypeVar
 
 import numpy as np
 
 from headrace.errors import WeightSyncError
-from headrace.types import TensorBlob, TensorPatch, TensorSlot
+from headrace.types import TensorBlob, TensorSlot
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 ALIGNMENT_BYTES = 64
 CHUNK_BYTES = 1 << 20
-_ROW_WORDS = 2048
-_ROWS = CHUNK_BYTES // 8 // _ROW_WORDS
-_PLACES = np.arange(1, 2 * _ROW_WORDS, 2, dtype=np.uint64)
+ROW_WORDS = 2048
+_ROWS = CHUNK_BYTES // 8 // ROW_WORDS
+_PLACES = np.arange(1, 2 * ROW_WORDS, 2, dtype=np.uint64)
 _BLOCK_BYTES = 32 * CHUNK_BYTES
 """Large enough that copies go past the cache."""
 _MAX_THREADS = 4
-
-Update = TensorBlob | TensorPatch
-"""What an engine applies: a whole tensor, or elements of one."""
 
 
 def lay_out(blobs: Sequence[TensorBlob]) -> tuple[tuple[TensorSlot, ...], int]:
@@ -96,7 +97,7 @@ def joined_digest(
 
 def chunk_sums(parts: Sequence[np.ndarray], targets: Sequence[np.ndarray] | None = None) -> list[np.ndarray]:
     """uint64, one number for each chunk of each part. With ``targets`` the parts are copied there first, and
-    the copies are what is summed. Blocks go to several threads: numpy works outside the interpreter's lock."""
+    the copies are what is summed."""
     blocks = [
         (number, start) for number, part in enumerate(parts) for start in range(0, len(part), _BLOCK_BYTES)
     ]
@@ -110,16 +111,21 @@ def chunk_sums(parts: Sequence[np.ndarray], targets: Sequence[np.ndarray] | None
             data = target
         return _sums_of_block(data)
 
-    num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
-    if num_threads == 1 or sum(len(part) for part in parts) <= _BLOCK_BYTES:
-        found = [work(block) for block in blocks]
-    else:
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool:
-            found = list(pool.map(work, blocks))
+    found = in_threads(work, blocks, num_bytes=sum(len(part) for part in parts))
     sums = [np.zeros(0, np.uint64)] * len(parts)
     for number, several in groupby(zip(blocks, found, strict=True), key=lambda pair: pair[0][0]):
         sums[number] = np.concatenate(list(map(itemgetter(1), several)))
     return sums
+
+
+def in_threads(work: Callable[[T], U], items: Sequence[T], *, num_bytes: int) -> list[U]:
+    """``work`` of each item in order. Several threads share it if it is about more than a few bytes: numpy
+    does its part outside the interpreter's lock."""
+    num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+    if num_threads == 1 or num_bytes <= _BLOCK_BYTES:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool:
+        return list(pool.map(work, items))
 
 
 def _sums_of_block(data: np.ndarray) -> np.ndarray:
@@ -129,16 +135,16 @@ def _sums_of_block(data: np.ndarray) -> np.ndarray:
     if len(data) == num_whole * CHUNK_BYTES:
         return whole
     rest = data[num_whole * CHUNK_BYTES :]
-    row_bytes = 8 * _ROW_WORDS
+    row_bytes = 8 * ROW_WORDS
     padded = np.zeros(-(-len(rest) // row_bytes) * row_bytes, np.uint8)
     padded[: len(rest)] = rest
-    return np.append(whole, _weighed(padded.view(np.uint64).reshape(1, -1, _ROW_WORDS)))
+    return np.append(whole, _weighed(padded.view(np.uint64).reshape(1, -1, ROW_WORDS)))
 
 
 def _sums_of_chunks(data: np.ndarray) -> np.ndarray:
     if data.ctypes.data % 8:
         data = data.copy()
-    return _weighed(data.view(np.uint64).reshape(-1, _ROWS, _ROW_WORDS))
+    return _weighed(data.view(np.uint64).reshape(-1, _ROWS, ROW_WORDS))
 
 
 def _weighed(words: np.ndarray) -> np.ndarray:

@@ -59,12 +59,13 @@ class FilesSender:
         version: int,
         blobs: Iterable[TensorBlob],
         *,
-        kind: BundleKind = "full",
+        kind: BundleKind | None = None,
         base_version: int | None = None,
         result: str = "",
     ) -> WeightManifest:
         """Write the tensors out; they stay until ``retire(version)``. Sending a version again replaces what
         was sent of the same kind."""
+        kind = kind or "full"
         tensors = list(blobs)
         slots, num_bytes = lay_out(tensors)
         parts = on_host(tensors)

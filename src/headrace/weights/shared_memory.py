@@ -57,12 +57,13 @@ class SharedMemorySender:
         version: int,
         blobs: Iterable[TensorBlob],
         *,
-        kind: BundleKind = "full",
+        kind: BundleKind | None = None,
         base_version: int | None = None,
         result: str = "",
     ) -> WeightManifest:
         """Copy the tensors out; they stay valid until ``retire(version)``. Sending a version again
         replaces what was sent of the same kind."""
+        kind = kind or "full"
         tensors = list(blobs)
         slots, num_bytes = lay_out(tensors)
         segment = self._take(num_bytes)

@@ -9,15 +9,17 @@ weights have two bytes: of four-byte weights nearly every one changes with every
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from headrace.errors import ConfigError, WeightSyncError
-from headrace.protocols import WeightReceiver, WeightSender
-from headrace.types import TensorBlob, WeightManifest
+from headrace.protocols import WeightSender
+from headrace.types import TensorBlob, TensorPatch, WeightManifest
 from headrace.weights import files, shared_memory
+from headrace.weights.bundle_sender import Carrier, DeltaSender
+from headrace.weights.delta_receiver import changes
 
 Transport = Literal["shared_memory", "cuda_ipc", "files"]
 
@@ -28,10 +30,34 @@ class Route:
 
     transport: Transport
     why: str
+    bundle: Literal["full", "delta"] = "full"
+    why_bundle: str = ""
 
 
-def choose(asked: str, *, device: str, one_machine: bool = True) -> Route:
-    """``asked`` is a transport or ``auto``; ``device`` is the kind that trainer and engines compute on."""
+def choose(
+    transport: str, bundle: str = "auto", *, device: str, item_bytes: int = 2, one_machine: bool = True
+) -> Route:
+    """``transport`` and ``bundle`` as asked for, ``auto`` included; ``device`` is the kind that trainer and
+    engines compute on, ``item_bytes`` the width of a published weight."""
+    route = _way(transport, device=device, one_machine=one_machine)
+    if bundle == "delta" and route.transport == "cuda_ipc":
+        raise ConfigError(
+            "weights.bundle is delta, but weights that stay on the GPU are copied faster than compared: set "
+            "weights.bundle to auto"
+        )
+    if bundle != "auto":
+        asked: Literal["full", "delta"] = "delta" if bundle == "delta" else "full"
+        return replace(route, bundle=asked, why_bundle="asked for by weights.bundle")
+    if route.transport in ("shared_memory", "cuda_ipc"):
+        return replace(route, why_bundle="copying all is faster here than finding what changed")
+    if item_bytes > 2:
+        return replace(
+            route, why_bundle=f"of weights of {item_bytes} bytes nearly all change with every step"
+        )
+    return replace(route, bundle="delta", why_bundle="few weights of two bytes change with a step")
+
+
+def _way(asked: str, *, device: str, one_machine: bool) -> Route:
     if asked == "cuda_ipc" and (device != "cuda" or not one_machine):
         raise ConfigError(
             "weights.transport is cuda_ipc, but the weights are not on one machine's GPU: set weights.transport "
@@ -61,28 +87,44 @@ def weight_sender(route: Route, *, segments: Path, folder: Path) -> WeightSender
         from headrace.weights.cuda_ipc import CudaIpcSender
 
         return CudaIpcSender()
-    if route.transport == "files":
+    carrier = _carrier(route.transport, segments=segments, folder=folder)
+    return DeltaSender(carrier) if route.bundle == "delta" else carrier
+
+
+def _carrier(transport: Transport, *, segments: Path, folder: Path) -> Carrier:
+    if transport == "files":
         return files.FilesSender(folder)
     return shared_memory.SharedMemorySender(segments)
+
+
+class Fetcher(Protocol):
+    """The receiving end of a transport."""
+
+    def receive(self, manifest: WeightManifest) -> Iterator[TensorBlob]: ...
+
+    def close(self) -> None: ...
 
 
 class TransportReceiver:
     """Receives by whatever transport a manifest names."""
 
     def __init__(self) -> None:
-        self._receivers: dict[str, WeightReceiver] = {}
+        self._receivers: dict[str, Fetcher] = {}
 
-    def receive(self, manifest: WeightManifest) -> Iterator[TensorBlob]:
+    def receive(
+        self, manifest: WeightManifest, base: Iterable[TensorBlob] = ()
+    ) -> Iterator[TensorBlob | TensorPatch]:
         if manifest.transport not in self._receivers:
             self._receivers[manifest.transport] = _receiver(manifest.transport)
-        return self._receivers[manifest.transport].receive(manifest)
+        blobs = self._receivers[manifest.transport].receive(manifest)
+        return iter(changes(manifest, blobs, base)) if manifest.kind == "delta" else blobs
 
     def close(self) -> None:
         for receiver in self._receivers.values():
             receiver.close()
 
 
-def _receiver(transport: str) -> WeightReceiver:
+def _receiver(transport: str) -> Fetcher:
     if transport == shared_memory.TRANSPORT:
         return shared_memory.SharedMemoryReceiver()
     if transport == files.TRANSPORT:
