@@ -21,7 +21,7 @@ from headrace.envs.single_turn import SingleTurn
 from headrace.errors import ConfigError, ModelError, TaskError
 from headrace.launch.inline import InlineCluster
 from headrace.launch.local import LocalCluster, LocalLauncher, RoleSpec
-from headrace.protocols import Engine, Scorer, TaskSource, Trainer
+from headrace.protocols import Engine, Scorer, TaskSource, Trainer, WeightSender
 from headrace.runtime.plan import RunPlan
 from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.merged import MergedScorer
@@ -259,11 +259,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
     t, a = settings.trainer, settings.algo
     core = TorchTrainer(
         model,
-        sender=weight_sender(
-            route(settings),
-            segments=Path(told["segments"]),
-            folder=Path(told.get("folder", told["segments"])),
-        ),
+        sender=_sender(settings, told),
         ledger=ledger,
         tokenizer_dir=Path(told["model"]),
         loss=a.loss,
@@ -289,6 +285,17 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         eager=settings.model.eager,
     )
     return TrainerDriver(core, threaded=told["threaded"])
+
+
+def _sender(settings: Settings, told: Mapping[str, Any]) -> WeightSender:
+    return weight_sender(
+        route(settings),
+        segments=Path(told["segments"]),
+        folder=Path(told.get("folder", told["segments"])),
+        num_receivers=settings.engine.count,
+        # Before the engines' own deadline, which ends the run: a broadcast that failed can be made good.
+        deadline_s=settings.weights.deadline_s / 2,
+    )
 
 
 def quieten() -> None:

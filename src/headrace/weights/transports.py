@@ -21,7 +21,7 @@ from headrace.weights import files, shared_memory
 from headrace.weights.bundle_sender import Carrier, DeltaSender
 from headrace.weights.delta_receiver import changes
 
-Transport = Literal["shared_memory", "cuda_ipc", "files"]
+Transport = Literal["shared_memory", "cuda_ipc", "files", "collective"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,20 +81,26 @@ def _way(asked: str, *, device: str, one_machine: bool) -> Route:
     )
 
 
-def weight_sender(route: Route, *, segments: Path, folder: Path) -> WeightSender:
-    """``segments`` is where mapped files may lie, ``folder`` where weights may be written for others to read."""
+def weight_sender(
+    route: Route, *, segments: Path, folder: Path, num_receivers: int = 1, deadline_s: float = 60.0
+) -> WeightSender:
+    """``segments`` is where mapped files may lie, ``folder`` where weights may be written for others to read.
+    ``num_receivers`` and ``deadline_s`` are for broadcasts: who is waited for, and how long a collective may take
+    before it is given up."""
     if route.transport == "cuda_ipc":
         from headrace.weights.cuda_ipc import CudaIpcSender
 
         return CudaIpcSender()
-    carrier = _carrier(route.transport, segments=segments, folder=folder)
+    carrier: Carrier
+    if route.transport == "collective":
+        from headrace.weights.collective import CollectiveSender
+
+        carrier = CollectiveSender(num_receivers=num_receivers, deadline_s=deadline_s)
+    elif route.transport == "files":
+        carrier = files.FilesSender(folder)
+    else:
+        carrier = shared_memory.SharedMemorySender(segments)
     return DeltaSender(carrier) if route.bundle == "delta" else carrier
-
-
-def _carrier(transport: Transport, *, segments: Path, folder: Path) -> Carrier:
-    if transport == "files":
-        return files.FilesSender(folder)
-    return shared_memory.SharedMemorySender(segments)
 
 
 class Fetcher(Protocol):
@@ -129,6 +135,10 @@ def _receiver(transport: str) -> Fetcher:
         return shared_memory.SharedMemoryReceiver()
     if transport == files.TRANSPORT:
         return files.FilesReceiver()
+    if transport == "collective":
+        from headrace.weights.collective import CollectiveReceiver
+
+        return CollectiveReceiver()
     if transport == "cuda_ipc":
         from headrace.weights.cuda_ipc import CudaIpcReceiver
 
