@@ -51,7 +51,7 @@ def digest_of(blobs: Iterable[TensorBlob]) -> str:
 class Publisher:
     """A trainer that only moves on and publishes."""
 
-    def __init__(self, checkpoint: Path, sender: WeightSender, *, device: str = "cpu") -> None:
+    def __init__(self, checkpoint: Path, sender: WeightSender | None, *, device: str = "cpu") -> None:
         dtype = "float32" if device == "cpu" else "bfloat16"
         self.model = load_model(checkpoint, dtype=dtype, device=device)
         self.sender = sender
@@ -92,7 +92,9 @@ def make_engine(checkpoint: Path, name: str = "engine-0", *, device: str = "cpu"
     return EngineDriver(core, TransportReceiver(), ledger=ledger, name=name, threaded=True)
 
 
-def sender_for(transport: str, bundle: str, place: Path, *, num_receivers: int = 1) -> WeightSender:
+def sender_for(
+    transport: str, bundle: str, place: Path, *, num_receivers: int = 1, deadline_s: float = 20.0
+) -> WeightSender:
     route = Route(transport=transport, why="", bundle=bundle)
     return weight_sender(
         route,
