@@ -21,7 +21,7 @@ from headrace.envs.single_turn import SingleTurn
 from headrace.errors import ConfigError, ModelError, TaskError
 from headrace.launch.inline import InlineCluster
 from headrace.launch.local import LocalCluster, LocalLauncher, RoleSpec
-from headrace.protocols import Engine, Scorer, TaskSource, Trainer
+from headrace.protocols import Engine, Scorer, TaskSource, Trainer, WeightSender
 from headrace.runtime.plan import RunPlan
 from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.merged import MergedScorer
@@ -30,7 +30,7 @@ from headrace.scoring.resolve import function_name, resolve
 from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
 from headrace.types import Sampling
 from headrace.weights.segment_directory import create_segment_directory
-from headrace.weights.transports import TransportReceiver, weight_sender
+from headrace.weights.transports import Route, TransportReceiver, choose, weight_sender
 
 Reward = str | Callable[..., Any]
 
@@ -205,6 +205,17 @@ def dtype(settings: Settings) -> str:
     return settings.model.dtype
 
 
+def route(settings: Settings) -> Route:
+    """How weights reach the engines. All roles are on this machine and its one device."""
+    w = settings.weights
+    return choose(
+        w.transport,
+        w.bundle,
+        device=device(settings.model.device),
+        item_bytes=2 if dtype(settings) == "bfloat16" else 4,
+    )
+
+
 def engine_role(told: Mapping[str, Any]) -> Engine:
     """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update."""
     quieten()
@@ -248,7 +259,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
     t, a = settings.trainer, settings.algo
     core = TorchTrainer(
         model,
-        sender=weight_sender(model.device.type, Path(told["segments"])),
+        sender=_sender(settings, told),
         ledger=ledger,
         tokenizer_dir=Path(told["model"]),
         loss=a.loss,
@@ -274,6 +285,17 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         eager=settings.model.eager,
     )
     return TrainerDriver(core, threaded=told["threaded"])
+
+
+def _sender(settings: Settings, told: Mapping[str, Any]) -> WeightSender:
+    return weight_sender(
+        route(settings),
+        segments=Path(told["segments"]),
+        folder=Path(told.get("folder", told["segments"])),
+        num_receivers=settings.engine.count,
+        # Before the engines' own deadline, which ends the run: a broadcast that failed can be made good.
+        deadline_s=settings.weights.deadline_s / 2,
+    )
 
 
 def quieten() -> None:
@@ -341,6 +363,7 @@ async def _start(
         "settings": settings.model_dump(mode="json", exclude_none=True),
         "model": str(model_directory(settings)),
         "segments": str(directory / "weights"),
+        "folder": str(run_dir / "weights"),
         "fresh": fresh,
     }
     engines = [{**told, "name": f"engine-{i}", "version": -1} for i in range(settings.engine.count)]

@@ -85,6 +85,8 @@ OTHER_VALUES = {
     "engine.memory_share": 0.5,
     "model.eager": True,
     "weights.mode": "block",
+    "weights.transport": "files",
+    "weights.bundle": "delta",
     "weights.deadline_s": 5.0,
     "warm_start.examples": "examples.jsonl",
     "warm_start.answer_column": "gold",

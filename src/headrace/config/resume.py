@@ -39,6 +39,8 @@ MAY_CHANGE = frozenset(
         "engine.memory_share",
         "model.eager",
         "weights.mode",
+        "weights.transport",
+        "weights.bundle",
         "weights.deadline_s",
     }
 )

@@ -244,6 +244,13 @@ class WeightSettings(Section):
     mode: InterruptMode = "never"
     """What running requests do: `never` stop, `drain` (finish first), `abort` (stop and resume on the new
     weights) or `block` (freeze until applied)."""
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "files", "collective"] = "auto"
+    """How the bytes travel: `shared_memory` (one machine), `cuda_ipc` (one GPU), `files` (in the run directory,
+    which all machines must share), `collective` (broadcast by gloo or NCCL); `auto` takes the shortest way
+    there is, and never broadcasts."""
+    bundle: Literal["auto", "full", "delta"] = "auto"
+    """What travels: `full`, all weights; `delta`, those that changed (the trainer then keeps a copy of what it
+    sent last); `auto` sends deltas of bfloat16 weights where the way is slow."""
     deadline_s: float = Field(60.0, gt=0)
     """Seconds an engine may take to apply an update."""
 

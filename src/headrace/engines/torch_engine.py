@@ -17,7 +17,7 @@ Shape legend: R rows that are sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from headrace.engines.scheduler import Scheduler, Work
 from headrace.engines.sequences import Sequence, new_sequence, resting_completion
 from headrace.errors import TaskError
 from headrace.timekeeping import TimeLedger
-from headrace.types import Completion, FinishReason, Request, TensorBlob
+from headrace.types import Completion, FinishReason, Request, TensorBlob, TensorPatch
 
 
 @dataclass(slots=True)
@@ -149,9 +149,13 @@ class TorchEngine:
         table.reported[slots[chosen]] = table.booked[slots[chosen]]
         return [(running[i].request.id, table.completion(running[i])) for i in chosen.tolist()]
 
-    def apply(self, version: int, blobs: Iterable[TensorBlob]) -> None:
-        """Replace the weights. Raises WeightSyncError, with nothing changed, if the blobs do not fit."""
-        self._executor.load(blobs)
+    def weights(self) -> Iterator[TensorBlob]:
+        """The weights that are computed with, where they lie; they change in ``apply`` alone."""
+        return self._executor.weights()
+
+    def apply(self, version: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
+        """Change the weights. Raises WeightSyncError, with nothing changed, if the updates do not fit."""
+        self._executor.load(updates)
         self.version = version
         self._pool.forget()
         if self._recompute_kv:

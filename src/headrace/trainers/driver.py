@@ -33,6 +33,9 @@ class TrainerDriver:
     async def publish(self, version: int) -> WeightManifest:
         return await self._run(lambda: self._core.publish(version))
 
+    async def publish_whole(self) -> WeightManifest:
+        return await self._run(self._core.publish_whole)
+
     async def retire(self, version: int) -> None:
         await self._run(lambda: self._core.retire(version))
 

@@ -170,6 +170,11 @@ class TorchTrainer:
         with self.ledger.activity("publishing"):
             return self._sender.send(version, to_blobs(self.policy))
 
+    def publish_whole(self) -> WeightManifest:
+        """Copy all current weights out, whatever form they usually travel in."""
+        with self.ledger.activity("publishing"):
+            return self._sender.send(self.version, to_blobs(self.policy), kind="full")
+
     def retire(self, version: int) -> None:
         self._sender.retire(version)
 
