@@ -31,6 +31,8 @@ MAY_CHANGE = frozenset(
         "reward.error_budget",
         "reward.workers",
         "trainer.on_nonfinite",
+        "trainer.ranks",
+        "trainer.offload",
         "engine.count",
         "engine.max_running",
         "engine.block_size",

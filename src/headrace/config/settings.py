@@ -214,6 +214,11 @@ class TrainerSettings(Section):
     row_tokens: int | None = Field(None, ge=1)
     """Tokens packed into one row of a forward pass, a longer sample having a row of its own; not set: 4096 on
     a CPU, 16384 on a GPU."""
+    ranks: int = Field(1, ge=1)
+    """Processes that train together, each with its slice of the weights and its share of every batch (FSDP2); on
+    GPUs one for each."""
+    offload: bool = False
+    """Keep the trainer's float32 weights and optimizer state in host memory; the update then runs on the CPU."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates each batch is split into."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -41,6 +41,17 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
     return model.to(device).eval()
 
 
+def hollow_model(path: str | Path) -> PreTrainedModel:
+    """A float32 model of the shape saved under ``path`` whose weights are never read or written here: memory
+    that nobody touches is never taken."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(path)), dtype=torch.float32)
+    model.tie_weights()  # a part of the initialisation that was left out
+    return model.eval()
+
+
 def make_tiny_model(
     directory: str | Path,
     *,

@@ -30,9 +30,14 @@ _DTYPE_NAMES = {
 def to_blobs(model: torch.nn.Module) -> Iterator[TensorBlob]:
     """Every distinct tensor of the model, where it is; the bytes are the model's own memory, not a copy."""
     for name, tensor in named_tensors(model).items():
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        data = raw.numpy() if raw.device.type == "cpu" else raw
-        yield TensorBlob(name=name, dtype=_DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
+        yield to_blob(name, tensor)
+
+
+def to_blob(name: str, tensor: torch.Tensor) -> TensorBlob:
+    """A tensor's own memory under a name."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = raw.numpy() if raw.device.type == "cpu" else raw
+    return TensorBlob(name=name, dtype=_DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
 
 
 def load_blobs(model: torch.nn.Module, blobs: Iterable[TensorBlob]) -> None:

@@ -8,7 +8,7 @@ in the caller's thread, in an order that depends on nothing but the calls.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +29,14 @@ class TrainerDriver:
 
     async def step(self, batch: TrainBatch) -> StepResult:
         return await self._run(lambda: self._core.step(batch))
+
+    async def step_share(self, parts: Sequence[TrainBatch]) -> StepResult:
+        """One of several ranks: this one's share of every minibatch."""
+        return await self._run(lambda: self._core.step_parts(parts))
+
+    async def publish_share(self, version: int) -> WeightManifest | None:
+        """One of several ranks: its part in ``publish``."""
+        return await self._run(lambda: self._core.publish_share(version))
 
     async def publish(self, version: int) -> WeightManifest:
         return await self._run(lambda: self._core.publish(version))
