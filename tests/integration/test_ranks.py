@@ -14,6 +14,8 @@ import torch
 from rank_tools import make_batch, make_model, ranked, single, within
 from transformers import AutoModelForCausalLM
 
+import headrace
+from headrace import demo
 from headrace.errors import RoleError, TrainingError
 from headrace.types import StepResult
 from headrace.weights.shared_memory import SharedMemoryReceiver
@@ -164,3 +166,32 @@ def test_ranks_agree_on_what_is_not_finite(tmp_path: Path) -> None:
     assert "not finite" in str(within(60, lambda: train("skip")).skipped)
     with pytest.raises(TrainingError, match="step 2: the loss is not finite"):
         within(60, lambda: train("stop"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_whole_run_trains_over_two_ranks_and_goes_on_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        **demo.prepare(tmp_path),
+        "run.steps": 4,
+        "run.console": "off",
+        "run.name": "run",
+        "run.checkpoint_every": 2,
+        "rollout.group_size": 4,
+        "rollout.groups_per_step": 2,
+        "warm_start.steps": 10,
+        "trainer.ranks": 2,
+    }
+    over_two = headrace.train(tasks=demo.tasks(64), reward=demo.exact, settings=settings)
+    attempts = over_two.summary.attempts
+    assert attempts["trained"] == 4 * 2 * 4 and set(attempts.values()) <= {0, 4 * 2 * 4}
+    with_one = headrace.train(
+        tasks=demo.tasks(64),
+        reward=demo.exact,
+        resume="runs/run",
+        settings={**settings, "trainer.ranks": 1, "run.steps": 6},
+    )
+    assert with_one.num_steps == 6
