@@ -251,6 +251,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         sender=weight_sender(place, Path(told["segments"])) if ranks.is_first else None,
         ledger=ledger,
         ranks=ranks,
+        expert_ranks=t.expert_ranks,
         offload=t.offload,
         tokenizer_dir=Path(told["model"]),
         loss=a.loss,

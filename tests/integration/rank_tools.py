@@ -72,7 +72,7 @@ def single(model: Path, segments: Path, **changes: Any) -> TorchTrainer:
     """The same trainer in this process and alone, as ``build`` makes it."""
     from headrace.models.loading import load_model
 
-    s = settings(**changes)
+    s = settings(**{**changes, "trainer.expert_ranks": 1})
     return TorchTrainer(
         load_model(model),
         sender=SharedMemorySender(segments),

@@ -88,6 +88,7 @@ def test_two_ranks_train_publish_and_save_as_one_process_does(tmp_path: Path) ->
     [
         ("qwen3", {"trainer.minibatches": 3, "algo.loss": "decoupled", "algo.kl": "k3", "algo.kl_coef": 0.1}),
         ("qwen3_moe", {}),
+        ("qwen3_moe", {"trainer.expert_ranks": 2, "algo.kl": "k3", "algo.kl_coef": 0.1}),
     ],
 )
 def test_more_ranks_and_models_give_the_single_curve(

@@ -81,6 +81,11 @@ def _ranks(s: Settings) -> Iterator[str]:
             f"trainer.ranks is {s.trainer.ranks}, but run.launcher = inline runs everything in one process: set "
             "run.launcher = local, or trainer.ranks = 1."
         )
+    if s.trainer.ranks % s.trainer.expert_ranks:
+        yield (
+            f"trainer.expert_ranks is {s.trainer.expert_ranks}, which does not divide trainer.ranks = "
+            f"{s.trainer.ranks}: set it to a divisor of that, or to 1."
+        )
 
 
 def _loss(s: Settings) -> Iterator[str]:

@@ -32,6 +32,7 @@ MAY_CHANGE = frozenset(
         "reward.workers",
         "trainer.on_nonfinite",
         "trainer.ranks",
+        "trainer.expert_ranks",
         "trainer.offload",
         "engine.count",
         "engine.max_running",

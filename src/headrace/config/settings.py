@@ -217,6 +217,9 @@ class TrainerSettings(Section):
     ranks: int = Field(1, ge=1)
     """Processes that train together, each with its slice of the weights and its share of every batch (FSDP2); on
     GPUs one for each."""
+    expert_ranks: int = Field(1, ge=1)
+    """Ranks that divide the experts of a mixture among themselves and exchange tokens, instead of gathering every
+    expert on every rank; divides `trainer.ranks` and the number of experts."""
     offload: bool = False
     """Keep the trainer's float32 weights and optimizer state in host memory; the update then runs on the CPU."""
     minibatches: int = Field(1, ge=1)

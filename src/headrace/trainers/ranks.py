@@ -84,7 +84,8 @@ class Ranks:
         dist.gather(padded, parts, dst=to)
         if parts is None:
             return None
-        return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, rows, strict=True)])
+        placed = sorted(zip(rows, parts, strict=True), key=lambda item: item[0])
+        return torch.cat([part[: stop - start] for (start, stop), part in placed])
 
     def scatter(self, whole: torch.Tensor | None, rows: Rows, into_N: torch.Tensor) -> None:
         """The first rank's ``whole`` tensor, to each rank its rows."""

@@ -5,14 +5,15 @@ read. Out: the surface of ``MasterWeights`` over it. A layer's weights are gathe
 the dtype it is computed in; gradients are summed over the ranks in float32 onto the slices. A tensor is
 never gathered to a rank that does not ask for it, and never two of them at once.
 
-Every slice is a run of rows (dimension 0), and each row lives on exactly one rank.
+Every slice is a run of rows (dimension 0), and each row lives on exactly one rank. The experts of a mixture may
+be divided first: a group of ranks has each expert once, and the copies in several groups are sliced.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 from headrace.errors import InvariantError
 from headrace.models.tensors import named_tensors, to_blob
 from headrace.trainers.blocks import decoder_layers
+from headrace.trainers.expert_parallel import divide_experts
 from headrace.trainers.logprobs import RowTensors, decoder_output, token_logprobs
 from headrace.trainers.ranks import Ranks, Rows
 from headrace.types import TensorBlob
@@ -42,11 +44,13 @@ class ShardedWeights:
         dtype: torch.dtype,
         *,
         ranks: Ranks,
+        expert_ranks: int = 1,
         offload: bool = False,
         hold: bool | None = None,
         source: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """``offload`` keeps slices and optimizer state in host memory. ``hold`` keeps weights gathered, and
+        """Groups of ``expert_ranks`` neighbours divide the experts of a mixture among themselves. ``offload``
+        keeps slices and optimizer state in host memory. ``hold`` keeps weights gathered, and
         gradients whole, from the first row of an update to its last (None: where a GPU has room for
         them). ``source`` is where the first rank takes the weights from (None: the model)."""
         assert ranks.device is not None
@@ -57,7 +61,14 @@ class ShardedWeights:
         self.held_bytes = _held_bytes(whole) if self._hold else 0
         """Taken by whole weights and gradients between the rows of an update."""
         self._forward = _Forward(model)
-        self._root = _shard(self._forward, dtype, ranks=ranks, offload=offload, hold=self._hold)
+        self._expert_ranks = expert_ranks
+        self._root, self._experts = _shard(
+            self._forward,
+            ranks.size,
+            expert_ranks,
+            ranks.device,
+            _options(dtype, offload=offload and ranks.device.type == "cuda", hold=self._hold),
+        )
         self._shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         slices = model.state_dict(keep_vars=True)
         self._slices = {name: slices[name] for name in whole}
@@ -107,7 +118,12 @@ class ShardedWeights:
         """Each rank's rows of a tensor; None: every rank has all of it."""
         if not isinstance(self._slices[name], DTensor):
             return None
-        return _even_rows(self._shapes[name][0], self.ranks.size)
+        num_rows, size = self._shapes[name][0], self.ranks.size
+        if name not in self._experts:
+            return _even_rows(num_rows, size)
+        parts = _even_rows(num_rows, self._expert_ranks)
+        copies = _even_rows(num_rows // self._expert_ranks, size // self._expert_ranks)
+        return tuple((first + a, first + b) for a, b in copies for first, _ in parts)
 
     def own_rows(self, name: str) -> tuple[int, int] | None:
         rows = self.rows(name)
@@ -185,26 +201,41 @@ def hollow_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return copy.deepcopy(model, memo)
 
 
-def _shard(root: _Forward, dtype: torch.dtype, *, ranks: Ranks, offload: bool, hold: bool) -> FSDPModule:
-    assert ranks.device is not None
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        "reshard_after_forward": not hold,
-    }
-    if offload and ranks.device.type == "cuda":
-        options["offload_policy"] = CPUOffloadPolicy()
+def _options(dtype: torch.dtype, *, offload: bool, hold: bool) -> dict[str, Any]:
+    # Inputs keep their dtype: what a layer is given was computed in it, and a router's scores are finer.
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": not hold}
+    return options | {"offload_policy": CPUOffloadPolicy()} if offload else options
+
+
+def _shard(
+    root: _Forward, size: int, expert_ranks: int, device: torch.device, options: Mapping[str, Any]
+) -> tuple[FSDPModule, frozenset[str]]:
+    """Returns the root, and the names of the weights that were divided by expert first."""
+    experts: frozenset[str] = frozenset()
+    if expert_ranks > 1:
+        names = ("copies", "experts")
+        grid = init_device_mesh(device.type, (size // expert_ranks, expert_ranks), mesh_dim_names=names)
+        modules = divide_experts(root.model, grid["experts"].get_group())
+        experts = _parameter_names(root.model, modules)
+        for module in modules:
+            fully_shard(module, mesh=grid["copies"], **options)
+    everyone = init_device_mesh(device.type, (size,))
     for layer in decoder_layers(root.model):
-        fully_shard(layer, **options)
+        fully_shard(layer, mesh=everyone, **options)
     # What lies outside the layers is needed at both ends of the pass, so it stays in between.
-    sharded: FSDPModule = fully_shard(root, **{**options, "reshard_after_forward": False})
+    sharded: FSDPModule = fully_shard(root, mesh=everyone, **{**options, "reshard_after_forward": False})
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided once, by a normaliser counted over all ranks: gradients are only summed.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return sharded
+    return sharded, experts
+
+
+def _parameter_names(model: nn.Module, modules: Sequence[nn.Module]) -> frozenset[str]:
+    wanted = {id(parameter) for module in modules for parameter in module.parameters()}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in wanted)
 
 
 def _has_room(whole: Mapping[str, torch.Tensor], device: torch.device) -> bool:

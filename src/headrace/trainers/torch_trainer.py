@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -61,6 +61,7 @@ class TorchTrainer:
         sender: WeightSender | None,
         ledger: TimeLedger,
         ranks: Ranks = ALONE,
+        expert_ranks: int = 1,
         offload: bool = False,
         tokenizer_dir: Path | None = None,
         loss: LossName = "ppo",
@@ -88,11 +89,12 @@ class TorchTrainer:
         eager: bool = False,
     ) -> None:
         """``model`` is taken over: it is moved to float32 and to packed attention. Of several ``ranks`` the
-        first has the model's weights and the ``sender``; on the others ``model`` is hollow. ``offload`` keeps
-        weights and optimizer state in host memory, for ranks with a process group. ``compute_dtype`` is what
-        it is computed and published in. ``max_tokens`` is the constant of aggregation
-        ``seq-mean-token-sum-norm``; ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt
-        once for all attempts at it (None: on a GPU); ``eager`` compiles nothing, for debugging."""
+        first has the model's weights and the ``sender``, on the others ``model`` is hollow; groups of
+        ``expert_ranks`` divide a mixture's experts. ``offload`` keeps weights and optimizer state in host
+        memory, for ranks with a process group. ``compute_dtype`` is what the model is computed and published
+        in. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``; ``grad_clip`` None clips
+        nothing. ``share_prefixes`` computes a prompt once for all attempts at it (None: on a GPU); ``eager``
+        compiles nothing, for debugging."""
         self.objective = Objective(
             loss=loss,
             correction=correction,
@@ -113,22 +115,21 @@ class TorchTrainer:
         self._on_nonfinite = on_nonfinite
         self._sender, self.ledger, self._tokenizer_dir = sender, ledger, tokenizer_dir
         dtype, needs_reference = _DTYPES[compute_dtype], self.objective.needs_reference
-        self._weights, self._reference = _place(
-            model.to(torch.float32).eval(),
-            dtype,
-            ranks=ranks,
-            offload=offload,
-            with_reference=needs_reference,
-        )
+        model = model.to(torch.float32).eval()
+        if ranks.device is None:
+            self._weights, self._reference = _on_one_device(model, dtype, needs_reference)
+        else:
+            sharding = {"ranks": ranks, "expert_ranks": expert_ranks, "offload": offload}
+            self._weights, self._reference = _over_ranks(model, dtype, needs_reference, sharding)
         self.model, self.policy = self._weights.model, self._weights.policy
         self._ranks, self._device = ranks, self._weights.device
         on_gpu = self._device.type == "cuda"
         self._share_prefixes = on_gpu if share_prefixes is None else share_prefixes
-        self.blocks = DecoderBlocks(
-            self.policy, compiled=on_gpu and not eager, ranks=ranks, hidden=self._weights.hidden
-        )
+        # Experts that exchange tokens gather their weights inside the layer, which compiled code would skip.
+        compiled = on_gpu and not eager and expert_ranks == 1
+        self.blocks = DecoderBlocks(self.policy, compiled=compiled, ranks=ranks, hidden=self._weights.hidden)
         if self._reference is not None:
-            DecoderBlocks(self._reference.policy, compiled=on_gpu and not eager)
+            DecoderBlocks(self._reference.policy, compiled=compiled)
         self.optimizer = build_adamw(
             self.model, learning_rate=learning_rate, betas=betas, weight_decay=weight_decay
         )
@@ -324,26 +325,33 @@ class TorchTrainer:
             return norm, reason
 
 
-def _place(
-    model: PreTrainedModel, dtype: torch.dtype, *, ranks: Ranks, offload: bool, with_reference: bool
-) -> tuple[MasterWeights | ShardedWeights, MasterWeights | ShardedWeights | None]:
-    """The weights where they are trained, and a frozen copy of them."""
-    if ranks.is_first:
-        check_forward(model)
-    else:
-        use_packed_attention(model)
-    if ranks.device is not None:
-        reference = None
-        if with_reference:
-            twin, source = hollow_copy(model, dtype), named_tensors(model)
-            reference = ShardedWeights(twin, dtype, ranks=ranks, offload=offload, source=source)
-        return ShardedWeights(model, dtype, ranks=ranks, offload=offload), reference
+Weights = MasterWeights | ShardedWeights
+
+
+def _on_one_device(
+    model: PreTrainedModel, dtype: torch.dtype, with_reference: bool
+) -> tuple[Weights, Weights | None]:
+    """The weights that are trained, and a frozen copy of them."""
+    check_forward(model)
     masters = MasterWeights(model, dtype)
     if masters.policy is not model:
         check_forward(masters.policy)
-    if not with_reference:
-        return masters, None
-    return masters, MasterWeights(compute_copy(masters.policy, dtype), dtype)
+    return masters, MasterWeights(compute_copy(masters.policy, dtype), dtype) if with_reference else None
+
+
+def _over_ranks(
+    model: PreTrainedModel, dtype: torch.dtype, with_reference: bool, sharding: dict[str, Any]
+) -> tuple[Weights, Weights | None]:
+    """The same, spread over ranks."""
+    if sharding["ranks"].is_first:
+        check_forward(model)
+    else:
+        use_packed_attention(model)
+    reference = None
+    if with_reference:
+        source = named_tensors(model)
+        reference = ShardedWeights(hollow_copy(model, dtype), dtype, source=source, **sharding)
+    return ShardedWeights(model, dtype, **sharding), reference
 
 
 def _check_numbers(minibatches: int, row_tokens: int, learning_rate: float, grad_clip: float | None) -> None:
