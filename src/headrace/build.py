@@ -263,6 +263,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         tis_cap=a.tis_cap,
         kl=a.kl,
         kl_coef=a.kl_coef,
+        balance_coef=a.balance_coef,
         learning_rate=t.learning_rate,
         betas=t.betas,
         weight_decay=t.weight_decay,

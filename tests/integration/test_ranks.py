@@ -21,7 +21,17 @@ from headrace.types import StepResult
 from headrace.weights.shared_memory import SharedMemoryReceiver
 
 STEPS = 10
-METRICS = ("loss", "grad_norm", "entropy", "lag_mean", "effective_samples", "mismatch_p99", "masked_fraction")
+METRICS = (
+    "loss",
+    "grad_norm",
+    "expert_imbalance",
+    "kl",
+    "entropy",
+    "lag_mean",
+    "effective_samples",
+    "mismatch_p99",
+    "masked_fraction",
+)
 
 
 def assert_same_step(found: StepResult, expected: StepResult) -> None:
@@ -81,19 +91,29 @@ def test_two_ranks_train_publish_and_save_as_one_process_does(tmp_path: Path) ->
     assert_same_curve(curve(resumed, range(STEPS + 1, STEPS + 3)), more)
 
 
+MANY_THINGS = {"trainer.minibatches": 3, "algo.loss": "decoupled", "algo.kl": "k3", "algo.kl_coef": 0.1}
+BALANCED = {"algo.balance_coef": 0.1, "algo.kl": "k3", "algo.kl_coef": 0.1}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("family", "changes"),
+    ("family", "ranks", "expert_ranks", "changes"),
     [
-        ("qwen3", {"trainer.minibatches": 3, "algo.loss": "decoupled", "algo.kl": "k3", "algo.kl_coef": 0.1}),
-        ("qwen3_moe", {}),
-        ("qwen3_moe", {"trainer.expert_ranks": 2, "algo.kl": "k3", "algo.kl_coef": 0.1}),
+        ("qwen3", 2, 1, MANY_THINGS),
+        ("qwen3", 4, 1, MANY_THINGS),
+        ("qwen3_moe", 2, 1, {}),
+        ("qwen3_moe", 4, 1, BALANCED),
+        ("qwen3_moe", 2, 2, {}),
+        ("qwen3_moe", 4, 4, BALANCED),
+        ("qwen3_moe", 4, 2, BALANCED),
+        ("olmoe", 2, 2, {}),
+        ("deepseek_v3", 4, 2, BALANCED),
     ],
 )
 def test_more_ranks_and_models_give_the_single_curve(
-    tmp_path: Path, family: Any, ranks: int, changes: dict[str, Any]
+    tmp_path: Path, family: Any, ranks: int, expert_ranks: int, changes: dict[str, Any]
 ) -> None:
+    changes = {**changes, "trainer.expert_ranks": expert_ranks}
     model = make_model(tmp_path / "model", family)
     expected = curve(single(model, tmp_path / "segments", **changes), range(1, STEPS + 1))
 
@@ -106,9 +126,9 @@ def test_more_ranks_and_models_give_the_single_curve(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_a_run_moves_from_two_ranks_to_four_to_one(tmp_path: Path, family: Any) -> None:
-    changes = {"algo.kl": "k3", "algo.kl_coef": 0.1}
+@pytest.mark.parametrize(("family", "expert_ranks"), [("llama", 1), ("qwen3_moe", 1), ("qwen3_moe", 2)])
+def test_a_run_moves_from_two_ranks_to_four_to_one(tmp_path: Path, family: Any, expert_ranks: int) -> None:
+    changes = {"algo.kl": "k3", "algo.kl_coef": 0.1, "trainer.expert_ranks": expert_ranks}
     model = make_model(tmp_path / "model", family)
     expected = curve(single(model, tmp_path / "segments", **changes), range(1, 10))
     checkpoints = [tmp_path / "after-3", tmp_path / "after-6"]

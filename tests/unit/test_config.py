@@ -65,6 +65,7 @@ OTHER_VALUES = {
     "algo.correction": "tis",
     "algo.tis_cap": 5.0,
     "algo.kl": "k3",
+    "algo.balance_coef": 0.01,
     "algo.kl_coef": 0.01,
     "algo.overlong_buffer": 16,
     "algo.overlong_factor": 0.5,

@@ -190,6 +190,9 @@ class AlgoSettings(Section):
     """Estimator of the divergence from the starting model."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of that divergence in the loss."""
+    balance_coef: float = Field(0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts, computed for each sequence by itself; 0 turns
+    it off."""
     overlong_buffer: int = Field(0, ge=0)
     """The last so many tokens before `rollout.max_tokens` cost reward, linearly more; 0 turns it off."""
     overlong_factor: float = Field(1.0, ge=0)

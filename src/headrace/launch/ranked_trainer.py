@@ -87,10 +87,12 @@ class RankedTrainer:
             for call in calls:
                 call.cancel()
             raise
+        errors = [call.exception() for call in calls if call.done()]
         stuck = [rank for rank, call in zip(self._ranks, calls, strict=True) if not call.done()]
         await asyncio.gather(*(rank.kill() for rank in stuck))
         answers = await asyncio.gather(*calls, return_exceptions=True)
         dead = [rank.failure.result() for rank in self._ranks if rank.failure.done()]
-        for error in [*dead, *(answer for answer in answers if isinstance(answer, BaseException))]:
-            raise error
+        for error in [*dead, *errors]:
+            if error is not None:
+                raise error
         return answers

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError
-from headrace.trainers.master_weights import MasterWeights
+from headrace.trainers.placement import Weights
 from headrace.trainers.ranks import Ranks
 from headrace.trainers.shard_files import Entry, open_files, write_files, write_model
 from headrace.trainers.sharded_weights import ShardedWeights
@@ -44,7 +44,6 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
 )
-Weights = MasterWeights | ShardedWeights
 T = TypeVar("T")
 
 

@@ -35,9 +35,10 @@ class RowRecord:
 def step_metrics(records: Sequence[RowRecord], ranks: Ranks = ALONE) -> dict[str, float]:
     """Empty when no row had a loss token."""
     tokens_NC = ranks.join(_joined([_token_columns(record) for record in records], columns=6))
-    loss, kl = ranks.totals(
+    loss, kl, balance = ranks.totals(
         sum(float(record.outcome.loss.detach()) for record in records),
         sum(float(record.outcome.kl) for record in records),
+        sum(float(record.outcome.balance) for record in records if record.outcome.balance is not None),
     )
     gaps, fresh, log_weights = _gaps(records)
     gaps_N2 = ranks.join(
@@ -50,6 +51,8 @@ def step_metrics(records: Sequence[RowRecord], ranks: Ranks = ALONE) -> dict[str
     return {
         "loss": loss,
         "kl": kl,
+        # Where it is computed it is never 0: even use is 1.
+        **({"expert_imbalance": balance} if balance else {}),
         "entropy": _mean(entropy_N),
         "clip_fraction_low": _mean(low_N),
         "clip_fraction_high": _mean(high_N),

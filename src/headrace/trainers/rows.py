@@ -30,6 +30,8 @@ class TrainRow:
 
     tensors: RowTensors
     inputs: LossInputs
+    sequence_share: float
+    """What each of the row's sequences counts in a mean over those of the step."""
 
     @property
     def is_filler(self) -> bool:
@@ -56,8 +58,9 @@ def train_rows(
     everyones = ranks.join(torch.from_numpy(counts)).numpy()
     first = sum(ranks.counts(len(samples))[: ranks.rank])
     weights = sequence_weights(everyones, aggregation=aggregation, max_tokens=max_tokens)[first:]
+    share = 1.0 / max(len(everyones), 1)
     rows = [
-        _device_row(row, weights[row.sample_index], version=version, device=device)
+        _device_row(row, weights[row.sample_index], share, version=version, device=device)
         for row in packed
         if row.loss_mask.any()
     ]
@@ -76,11 +79,13 @@ _SILENT = Sample(
     temperature=1.0,
     kv_versions=NO_KV,
 )
-_EMPTY = (pack([_SILENT], row_tokens=2)[0], np.zeros(1))
-"""A row without loss tokens, and its sequence's weight."""
+_EMPTY = (pack([_SILENT], row_tokens=2)[0], np.zeros(1), 0.0)
+"""A row without loss tokens, whose sequence weighs nothing."""
 
 
-def _device_row(row: PackedRow, weights: np.ndarray, *, version: int, device: torch.device) -> TrainRow:
+def _device_row(
+    row: PackedRow, weights: np.ndarray, sequence_share: float, *, version: int, device: torch.device
+) -> TrainRow:
     mask = row.loss_mask
 
     def put(array: np.ndarray) -> torch.Tensor:
@@ -97,4 +102,4 @@ def _device_row(row: PackedRow, weights: np.ndarray, *, version: int, device: to
         prox_logprobs_N=None,
         ref_logprobs_N=None if row.ref_logprobs is None else put(row.ref_logprobs[mask]),
     )
-    return TrainRow(tensors, inputs)
+    return TrainRow(tensors, inputs, sequence_share)

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -30,20 +31,17 @@ from headrace.algos.corrections import CorrectionName, LossName
 from headrace.algos.kl import KLName
 from headrace.data.dealing import minibatches
 from headrace.errors import ConfigError, InvariantError, TrainingError
-from headrace.models.packed_attention import use_packed_attention
-from headrace.models.tensors import named_tensors
 from headrace.protocols import WeightSender
 from headrace.timekeeping import TimeLedger
+from headrace.trainers.balance import ExpertBalance
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
-from headrace.trainers.forward_check import check_forward
-from headrace.trainers.master_weights import MasterWeights, compute_copy
 from headrace.trainers.metrics import RowRecord, step_metrics
-from headrace.trainers.objective import Objective
+from headrace.trainers.objective import Objective, RowOutcome
 from headrace.trainers.optim import Schedule, build_adamw, check_schedule, rate_factor, set_learning_rate
+from headrace.trainers.placement import place_weights
 from headrace.trainers.ranks import ALONE, Ranks
 from headrace.trainers.rows import TrainRow, train_rows
-from headrace.trainers.sharded_weights import ShardedWeights, hollow_copy
 from headrace.types import StepResult, TrainBatch, WeightManifest
 
 ComputeDtype = Literal["fp32", "bf16"]
@@ -74,6 +72,7 @@ class TorchTrainer:
         tis_cap: float = 2.0,
         kl: KLName = "none",
         kl_coef: float = 0.0,
+        balance_coef: float = 0.0,
         learning_rate: float = 1e-6,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
@@ -114,27 +113,33 @@ class TorchTrainer:
         self._grad_clip, self._row_tokens, self._minibatches = grad_clip, row_tokens, minibatches
         self._on_nonfinite = on_nonfinite
         self._sender, self.ledger, self._tokenizer_dir = sender, ledger, tokenizer_dir
-        dtype, needs_reference = _DTYPES[compute_dtype], self.objective.needs_reference
-        model = model.to(torch.float32).eval()
-        if ranks.device is None:
-            self._weights, self._reference = _on_one_device(model, dtype, needs_reference)
-        else:
-            sharding = {"ranks": ranks, "expert_ranks": expert_ranks, "offload": offload}
-            self._weights, self._reference = _over_ranks(model, dtype, needs_reference, sharding)
+        self._weights, self._reference = place_weights(
+            model,
+            _DTYPES[compute_dtype],
+            self.objective.needs_reference,
+            ranks=ranks,
+            expert_ranks=expert_ranks,
+            offload=offload,
+        )
         self.model, self.policy = self._weights.model, self._weights.policy
         self._ranks, self._device = ranks, self._weights.device
+        self._balance, self._balance_coef = ExpertBalance(self.policy) if balance_coef else None, balance_coef
         on_gpu = self._device.type == "cuda"
         self._share_prefixes = on_gpu if share_prefixes is None else share_prefixes
-        # Experts that exchange tokens gather their weights inside the layer, which compiled code would skip.
-        compiled = on_gpu and not eager and expert_ranks == 1
-        self.blocks = DecoderBlocks(self.policy, compiled=compiled, ranks=ranks, hidden=self._weights.hidden)
-        if self._reference is not None:
-            DecoderBlocks(self._reference.policy, compiled=compiled)
+        self.blocks = self._build_blocks(compiled=on_gpu and not eager and expert_ranks == 1)
         self.optimizer = build_adamw(
             self.model, learning_rate=learning_rate, betas=betas, weight_decay=weight_decay
         )
         self.version, self.num_steps, self.num_tokens = 0, 0, 0
         ledger.switch("waiting-for-batch")
+
+    def _build_blocks(self, *, compiled: bool) -> DecoderBlocks:
+        """Experts that exchange tokens and routers that are listened to are left uncompiled: both rely on hooks
+        inside the layer, which compiled code does not run."""
+        compiled = compiled and self._balance is None
+        if self._reference is not None:
+            DecoderBlocks(self._reference.policy, compiled=compiled)
+        return DecoderBlocks(self.policy, compiled=compiled, ranks=self._ranks, hidden=self._weights.hidden)
 
     def step(self, batch: TrainBatch) -> StepResult:
         """Train on ``batch``; on a loss or gradient that is not finite, raise TrainingError or skip."""
@@ -285,8 +290,9 @@ class TorchTrainer:
         records = []
         for index, row in enumerate(rows):
             self._weights.begin_row(is_last=index == len(rows) - 1)
-            logprobs_N, entropy_N = self._weights.logprobs(row.tensors)
-            outcome = self.objective(logprobs_N, row.inputs)
+            with self._balance or nullcontext():
+                logprobs_N, entropy_N = self._weights.logprobs(row.tensors)
+            outcome = self._with_balance(self.objective(logprobs_N, row.inputs), row)
             outcome.loss.backward()
             if row.is_filler:
                 continue
@@ -301,6 +307,14 @@ class TorchTrainer:
                 )
             )
         return records
+
+    def _with_balance(self, outcome: RowOutcome, row: TrainRow) -> RowOutcome:
+        if self._balance is None:
+            return outcome
+        imbalance = self._balance.loss(row.tensors.sequence_T, row.tensors.num_sequences) * row.sequence_share
+        return replace(
+            outcome, loss=outcome.loss + self._balance_coef * imbalance, balance=imbalance.detach()
+        )
 
     def _update(self, records: Sequence[RowRecord]) -> tuple[float, str | None]:
         """Move the weights; returns the gradient norm, and why nothing moved (None: it did)."""
@@ -323,35 +337,6 @@ class TorchTrainer:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             return norm, reason
-
-
-Weights = MasterWeights | ShardedWeights
-
-
-def _on_one_device(
-    model: PreTrainedModel, dtype: torch.dtype, with_reference: bool
-) -> tuple[Weights, Weights | None]:
-    """The weights that are trained, and a frozen copy of them."""
-    check_forward(model)
-    masters = MasterWeights(model, dtype)
-    if masters.policy is not model:
-        check_forward(masters.policy)
-    return masters, MasterWeights(compute_copy(masters.policy, dtype), dtype) if with_reference else None
-
-
-def _over_ranks(
-    model: PreTrainedModel, dtype: torch.dtype, with_reference: bool, sharding: dict[str, Any]
-) -> tuple[Weights, Weights | None]:
-    """The same, spread over ranks."""
-    if sharding["ranks"].is_first:
-        check_forward(model)
-    else:
-        use_packed_attention(model)
-    reference = None
-    if with_reference:
-        source = named_tensors(model)
-        reference = ShardedWeights(hollow_copy(model, dtype), dtype, source=source, **sharding)
-    return ShardedWeights(model, dtype, **sharding), reference
 
 
 def _check_numbers(minibatches: int, row_tokens: int, learning_rate: float, grad_clip: float | None) -> None:
