@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import headrace
 from headrace import demo
 from headrace.errors import RoleError, TrainingError
+from headrace.launch.local import LocalCluster
 from headrace.types import StepResult
 from headrace.weights.shared_memory import SharedMemoryReceiver
 
@@ -52,6 +53,18 @@ def curve(trainer: Any, steps: range) -> list[StepResult]:
     return [trainer.step(make_batch(step)) for step in steps]
 
 
+async def counters(cluster: LocalCluster) -> list[dict[str, float]]:
+    """What each rank counted of its own work."""
+    callers = [process.caller for process in cluster._processes]
+    return [dict((await caller.call("status", deadline_s=10.0)).counters) for caller in callers]
+
+
+def assert_shared(counted: list[dict[str, float]], name: str, total: int) -> None:
+    """Every rank has its part, and nothing is anywhere twice."""
+    parts = [counter[name] for counter in counted]
+    assert sum(parts) == total and max(parts) < 1.3 * total / len(parts), (name, parts)
+
+
 def published(manifest: Any) -> dict[str, np.ndarray]:
     blobs = SharedMemoryReceiver().receive(manifest)
     return {blob.name: np.array(blob.data).view(np.float32).reshape(blob.shape) for blob in blobs}
@@ -65,27 +78,24 @@ def test_two_ranks_train_publish_and_save_as_one_process_does(tmp_path: Path) ->
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
 
-    async def train() -> tuple[list[StepResult], dict[str, np.ndarray], list[int]]:
+    async def train() -> tuple[list[StepResult], dict[str, np.ndarray], list[dict[str, float]]]:
         async with ranked(model, tmp_path / "logs", ranks=2) as cluster:
             trainer = cluster.trainer
             found = [await trainer.step(make_batch(step)) for step in range(1, STEPS + 1)]
             await trainer.save(checkpoint)
             found += [await trainer.step(make_batch(step)) for step in range(STEPS + 1, STEPS + 3)]
             weights = published(await trainer.publish(STEPS + 2))
-            tokens = [
-                int((await rank.caller.call("status", deadline_s=10.0)).progress)
-                for rank in cluster._processes
-            ]
-            return found, weights, tokens
+            return found, weights, await counters(cluster)
 
-    found, weights, tokens = within(60, train)
+    found, weights, counted = within(60, train)
     assert_same_curve(found, expected + more)
     assert weights.keys() == published(alone.publish(STEPS + 2)).keys()
     for name, tensor in alone.model.state_dict().items():
         if name in weights:
             np.testing.assert_allclose(weights[name], tensor.numpy(), atol=1e-4, err_msg=name)
     num_tokens = sum(s.num_tokens for step in range(1, STEPS + 3) for s in make_batch(step).samples)
-    assert sum(tokens) == num_tokens and max(tokens) < 0.6 * num_tokens
+    assert_shared(counted, "num_tokens", num_tokens)
+    assert_shared(counted, "num_weights", sum(p.numel() for p in alone.model.parameters()))
     resumed = single(model, tmp_path / "segments-2")
     assert resumed.load(checkpoint) == STEPS
     assert_same_curve(curve(resumed, range(STEPS + 1, STEPS + 3)), more)
@@ -115,13 +125,17 @@ def test_more_ranks_and_models_give_the_single_curve(
 ) -> None:
     changes = {**changes, "trainer.expert_ranks": expert_ranks}
     model = make_model(tmp_path / "model", family)
-    expected = curve(single(model, tmp_path / "segments", **changes), range(1, STEPS + 1))
+    alone = single(model, tmp_path / "segments", **changes)
+    expected = curve(alone, range(1, STEPS + 1))
 
-    async def train() -> list[StepResult]:
+    async def train() -> tuple[list[StepResult], list[dict[str, float]]]:
         async with ranked(model, tmp_path / "logs", ranks=ranks, **changes) as cluster:
-            return [await cluster.trainer.step(make_batch(step)) for step in range(1, STEPS + 1)]
+            found = [await cluster.trainer.step(make_batch(step)) for step in range(1, STEPS + 1)]
+            return found, await counters(cluster)
 
-    assert_same_curve(within(100, train), expected)
+    found, counted = within(100, train)
+    assert_same_curve(found, expected)
+    assert_shared(counted, "num_weights", alone.num_weights)
 
 
 @pytest.mark.slow

@@ -25,7 +25,9 @@ class TrainerDriver:
     def __init__(self, core: TorchTrainer, *, threaded: bool, role: str = "trainer") -> None:
         self._core = core
         self._role = role
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=role) if threaded else None
+        self._thread: ThreadPoolExecutor | None = None
+        if threaded:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=role, initializer=core.bind_thread)
 
     async def step(self, batch: TrainBatch) -> StepResult:
         return await self._run(lambda: self._core.step(batch))
@@ -57,7 +59,11 @@ class TrainerDriver:
             version=core.version,
             progress=core.num_tokens,
             seconds=core.ledger.seconds(),
-            counters={"num_steps": float(core.num_steps), "num_tokens": float(core.num_tokens)},
+            counters={
+                "num_steps": float(core.num_steps),
+                "num_tokens": float(core.num_tokens),
+                "num_weights": float(core.num_weights),
+            },
         )
 
     async def close(self) -> None:

@@ -95,8 +95,8 @@ class ShardedWeights:
     def clip_gradients(self, limit: float) -> float:
         """The norm over all ranks; longer gradients are scaled down to ``limit``."""
         gradients = [self.local_of(p.grad) for p in self.model.parameters() if p.grad is not None]
-        squares = sum(float(norm.double().square()) for norm in torch._foreach_norm(gradients))
-        norm = math.sqrt(self.ranks.totals(squares)[0])
+        squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        norm = math.sqrt(self.ranks.totals(float(squares))[0])
         if norm > limit:
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))
         return norm
@@ -188,7 +188,10 @@ class _Forward(nn.Module):
         self.model = model
 
     def forward(self, row: RowTensors, with_head: bool = True) -> Any:
-        return token_logprobs(self.model, row) if with_head else decoder_output(self.model, row)
+        if with_head:
+            return token_logprobs(self.model, row)
+        # Not a view: FSDP hangs its hooks on what is returned.
+        return decoder_output(self.model, row).clone()
 
 
 def hollow_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

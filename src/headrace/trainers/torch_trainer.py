@@ -141,6 +141,16 @@ class TorchTrainer:
             DecoderBlocks(self._reference.policy, compiled=compiled)
         return DecoderBlocks(self.policy, compiled=compiled, ranks=self._ranks, hidden=self._weights.hidden)
 
+    @property
+    def num_weights(self) -> int:
+        """Numbers this rank trains."""
+        return sum(self._weights.local_of(parameter).numel() for parameter in self.model.parameters())
+
+    def bind_thread(self) -> None:
+        """To be called by the thread that computes: which GPU is meant is a thread's own setting."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
     def step(self, batch: TrainBatch) -> StepResult:
         """Train on ``batch``; on a loss or gradient that is not finite, raise TrainingError or skip."""
         return self.step_parts(minibatches(batch, self._minibatches))
