@@ -75,6 +75,19 @@ def _batch(s: Settings) -> Iterator[str]:
         )
 
 
+def _ranks(s: Settings) -> Iterator[str]:
+    if s.trainer.ranks > 1 and s.run.launcher == "inline":
+        yield (
+            f"trainer.ranks is {s.trainer.ranks}, but run.launcher = inline runs everything in one process: set "
+            "run.launcher = local, or trainer.ranks = 1."
+        )
+    if s.trainer.ranks % s.trainer.expert_ranks:
+        yield (
+            f"trainer.expert_ranks is {s.trainer.expert_ranks}, which does not divide trainer.ranks = "
+            f"{s.trainer.ranks}: set it to a divisor of that, or to 1."
+        )
+
+
 def _loss(s: Settings) -> Iterator[str]:
     algo = s.algo
     if algo.kl_coef > 0 and algo.kl == "none":
@@ -145,4 +158,4 @@ def _warm_start(s: Settings) -> Iterator[str]:
 
 _Rule = Callable[["Settings"], Iterator[str]]
 _ALWAYS: tuple[_Rule, ...] = (_reward, _engine)
-_TRAINING: tuple[_Rule, ...] = (_sampling, _groups, _batch, _loss, _warm_start)
+_TRAINING: tuple[_Rule, ...] = (_sampling, _groups, _batch, _ranks, _loss, _warm_start)

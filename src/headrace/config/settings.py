@@ -190,6 +190,9 @@ class AlgoSettings(Section):
     """Estimator of the divergence from the starting model."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of that divergence in the loss."""
+    balance_coef: float = Field(0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts, computed for each sequence by itself; 0 turns
+    it off."""
     overlong_buffer: int = Field(0, ge=0)
     """The last so many tokens before `rollout.max_tokens` cost reward, linearly more; 0 turns it off."""
     overlong_factor: float = Field(1.0, ge=0)
@@ -214,6 +217,14 @@ class TrainerSettings(Section):
     row_tokens: int | None = Field(None, ge=1)
     """Tokens packed into one row of a forward pass, a longer sample having a row of its own; not set: 4096 on
     a CPU, 16384 on a GPU."""
+    ranks: int = Field(1, ge=1)
+    """Processes that train together, each with its slice of the weights and its share of every batch (FSDP2); on
+    GPUs one for each."""
+    expert_ranks: int = Field(1, ge=1)
+    """Ranks that divide the experts of a mixture among themselves and exchange tokens, instead of gathering every
+    expert on every rank; divides `trainer.ranks` and the number of experts."""
+    offload: bool = False
+    """Keep the trainer's float32 weights and optimizer state in host memory; the update then runs on the CPU."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates each batch is split into."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

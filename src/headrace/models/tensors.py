@@ -37,9 +37,14 @@ def to_blobs(model: torch.nn.Module) -> Iterator[TensorBlob]:
 def blobs_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorBlob]:
     """As ``to_blobs`` for tensors that were named before."""
     for name, tensor in tensors.items():
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        data = raw.numpy() if raw.device.type == "cpu" else raw
-        yield TensorBlob(name=name, dtype=_DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
+        yield to_blob(name, tensor)
+
+
+def to_blob(name: str, tensor: torch.Tensor) -> TensorBlob:
+    """A tensor's own memory under a name."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = raw.numpy() if raw.device.type == "cpu" else raw
+    return TensorBlob(name=name, dtype=_DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
 
 
 def load_blobs(model: torch.nn.Module, updates: Iterable[Update]) -> None:
