@@ -95,6 +95,9 @@ def prepare(
     else:
         num_blocks = -(-limits.kv_tokens // size) + 1
     del trial
+    if model.device.type == "cuda":
+        # The projections' old memory, and what the check needed, would otherwise stay with this process.
+        torch.cuda.empty_cache()
     limit_tokens = min(context, (num_blocks - 1) * size)
     return Prepared(passes(num_blocks), num_blocks, limit_tokens, shaped.capturable)
 
