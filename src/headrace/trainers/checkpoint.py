@@ -168,6 +168,7 @@ def _restore_reference(directory: Path, reference: Weights) -> None:
         raise CheckpointError(
             f"checkpoint {directory}: it was written without a KL reference; resume with kl set to 'none'"
         )
+    reference.release()
     for name in reference.names():
         if name not in saved or saved[name].shape != reference.shape(name):
             raise CheckpointError(

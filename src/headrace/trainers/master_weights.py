@@ -72,6 +72,9 @@ class MasterWeights:
     def blobs(self) -> Iterator[TensorBlob]:
         return to_blobs(self.policy)
 
+    def release(self) -> None:
+        """Nothing to do: there is one copy of what is computed with."""
+
     def names(self) -> list[str]:
         return list(named_tensors(self.model))
 

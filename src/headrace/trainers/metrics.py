@@ -35,10 +35,11 @@ class RowRecord:
 def step_metrics(records: Sequence[RowRecord], ranks: Ranks = ALONE) -> dict[str, float]:
     """Empty when no row had a loss token."""
     tokens_NC = ranks.join(_joined([_token_columns(record) for record in records], columns=6))
+    outcomes = [record.outcome for record in records]
     loss, kl, balance = ranks.totals(
-        sum(float(record.outcome.loss.detach()) for record in records),
-        sum(float(record.outcome.kl) for record in records),
-        sum(float(record.outcome.balance) for record in records if record.outcome.balance is not None),
+        float(sum(outcome.loss.detach().double() for outcome in outcomes)),
+        float(sum(outcome.kl.double() for outcome in outcomes)),
+        float(sum(outcome.balance for outcome in outcomes if outcome.balance is not None)),
     )
     gaps, fresh, log_weights = _gaps(records)
     gaps_N2 = ranks.join(

@@ -104,6 +104,12 @@ class ShardedWeights:
     def refresh(self) -> None:
         """Nothing to do: the next gather reads the new slices."""
 
+    def release(self) -> None:
+        """Let go of whatever is gathered: the slices are about to change."""
+        for module in self._forward.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def names(self) -> list[str]:
         return list(self._shapes)
 
@@ -167,9 +173,7 @@ class ShardedWeights:
     @torch.no_grad()
     def fill(self, whole: Mapping[str, torch.Tensor] | None) -> None:
         """Replace all weights by the first rank's, one tensor at a time."""
-        for module in self._forward.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self.release()
         for name in self._shapes:
             rows, local = self.rows(name), self.local(name)
             if rows is not None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, DeadlineError
 from headrace.models.loading import hollow_model, make_tiny_model
 from headrace.models.tensors import named_tensors
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
@@ -71,6 +72,35 @@ def test_held_weights_give_the_gradients_of_released_ones(
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
+def test_held_weights_are_gathered_once_for_all_rows(
+    ranks: Ranks,
+    make_model: MakeModel,
+    make_batch: MakeBatch,
+    sender: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gathers: list[int] = []
+    gather = FSDPParamGroup._to_unsharded
+    monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", lambda group: (gathers.append(1), gather(group))[1])
+    rows = trainer(make_model(), sender).prepare(make_batch(1))[0]
+    found = {}
+    for hold in (True, False):
+        core = trainer(make_model(), sender, ranks=ranks)
+        core._weights = ShardedWeights(make_model().float(), torch.float32, ranks=ranks, hold=hold)
+        core.model = core._weights.model
+        gathers.clear()
+        core.accumulate(rows, before_update=True)
+        found[hold] = len(gathers)
+    # Two layers and what lies around them; layers that were let go are gathered again for the backward.
+    assert found == {True: 3, False: 5 * len(rows)}
+
+
+def test_a_rank_that_meets_nobody_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with pytest.raises(DeadlineError, match=r"trainer rank 0 could not meet the other 1 within 0\.5 s"):
+        join_ranks(0, 2, device="cpu", meeting_point=tmp_path / "ranks", deadline_s=0.5)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_model_in_several_files_is_what_hugging_face_loads(
     family: Any, ranks: Ranks, tmp_path: Path
@@ -109,6 +139,7 @@ def test_state_in_several_files_is_restored_whole(
         trainer(make_model(seed=7), sender, **settings),
         trainer(make_model(seed=7), sender, ranks=ranks, **settings),
     ):
+        resumed.step(make_batch(1))
         assert resumed.load(tmp_path) == 1
         assert resumed.step(make_batch(2)).metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-6)
     next(tmp_path.glob("optimizer-*.safetensors")).write_bytes(b"cut short")
