@@ -101,7 +101,7 @@ def sender_for(
         segments=place / "segments",
         folder=place / "folder",
         num_receivers=num_receivers,
-        deadline_s=20.0,
+        deadline_s=deadline_s,
     )
 
 

@@ -66,6 +66,8 @@ class Desk:
         self._num_expected = num_expected
         self._settle_s = settle_s
         self._num_read = 0
+        self._unwritten: dict[int, float] = {}
+        """Numbers that were given out, and when that was noticed."""
         self._waiting: dict[int, Ask] = {}
         """Questions by number."""
         self._num_groups = 0
@@ -146,11 +148,20 @@ class Desk:
         return f"group/{self._num_groups}"
 
     def _read(self, store: TCPStore) -> None:
-        """Take in the questions that are there."""
-        while store.check([key := f"ask/{self._num_read + 1}"]):
-            self._num_read += 1
-            self._waiting[self._num_read] = Ask(**json.loads(store.get(key)))
-            store.delete_key(key)
+        """Take in the questions that are there. A number may stay without one: its receiver died before it
+        had written down what it wants."""
+        now, num_asked = time.monotonic(), store.add("asks", 0)
+        for number in range(self._num_read + 1, num_asked + 1):
+            self._unwritten[number] = now
+        self._num_read = num_asked
+        for number, since in list(self._unwritten.items()):
+            key = f"ask/{number}"
+            if store.check([key]):
+                self._waiting[number] = Ask(**json.loads(store.get(key)))
+                store.delete_key(key)
+            elif now - since < self._meeting.deadline_s:
+                continue
+            del self._unwritten[number]
 
 
 def _backend(payload: torch.Tensor, gpus: Sequence[str]) -> Backend:

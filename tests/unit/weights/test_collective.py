@@ -101,6 +101,14 @@ def test_a_member_that_vanishes_costs_the_others_one_attempt(make_sender):
     assert as_bytes(receiver.receive(manifest)) == as_bytes(blobs(1))
 
 
+def test_a_member_that_dies_while_it_asks_holds_up_nobody(make_sender):
+    """Its question has a number and was never written."""
+    sender, receiver = make_sender(), CollectiveReceiver()
+    manifest = sender.send(1, blobs(1))
+    sender._meeting.connect().add("asks", 1)
+    assert as_bytes(receiver.receive(manifest)) == as_bytes(blobs(1))
+
+
 def test_a_sender_that_is_gone_is_an_error(make_sender):
     sender, receiver = make_sender(deadline_s=0.3), CollectiveReceiver()
     manifest = sender.send(1, blobs(1))
