@@ -11,6 +11,7 @@ import asyncio
 import gc
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -56,6 +57,22 @@ class FixedLength:
         prompt_ids = rng.integers(0, self._vocab_size, self._workload.prompt_tokens).astype(np.int32)
         turn = await policy.sample(prompt_ids, Sampling(max_tokens=self._workload.completion_tokens))
         return (Trajectory(turns=(turn,), text=""),)
+
+
+class ToldSteps(StepTimes):
+    """Also says how long each step took, while the run goes on."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        super().__init__()
+        self._progress = progress
+        self._last = time.perf_counter()
+
+    def emit(self, event: str, fields: Mapping[str, Any]) -> None:
+        super().emit(event, fields)
+        if event == "step":
+            now = time.perf_counter()
+            self._progress(f"step {len(self.steps)}: {now - self._last:.2f} s")
+            self._last = now
 
 
 def run(
@@ -196,7 +213,7 @@ async def _train(
     settings: Settings, run_dir: Path, environment: FixedLength, progress: Callable[[str], None]
 ) -> StepTimes:
     rows = [{"prompt": "a", "number": i} for i in range(4096)]
-    times = StepTimes()
+    times = ToldSteps(progress)
     progress("starting engine and trainer")
     cluster = await build.cluster(settings, [], run_dir=run_dir, fresh=True)
     try:
