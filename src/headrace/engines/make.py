@@ -32,12 +32,8 @@ def torch_engine(
     ``compiled`` and ``memory_share`` (of the device's memory, weights included) matter on a GPU only."""
     assert block_size & (block_size - 1) == 0, "block_size must be a power of two"
     kind = model.device.type
-    prefill_tokens = prefill_tokens or _USUAL_PREFILL.get(kind, _USUAL_PREFILL["cpu"])
-    sizes = {
-        "max_running": max_running or _USUAL_RUNNING.get(kind, _USUAL_RUNNING["cpu"]),
-        "block_size": block_size,
-        "prefill_tokens": prefill_tokens,
-    }
+    max_running, prefill_tokens = usual_sizes(kind, max_running, prefill_tokens)
+    sizes = {"max_running": max_running, "block_size": block_size, "prefill_tokens": prefill_tokens}
     executor: Executor
     if kind == "cuda":
         from headrace.engines.device_executor import DeviceExecutor
@@ -56,4 +52,12 @@ def torch_engine(
         executor = PlainExecutor(model, **sizes, kv_tokens=kv_tokens)
     return TorchEngine(
         executor, ledger=ledger, version=version, prefill_tokens=prefill_tokens, recompute_kv=recompute_kv
+    )
+
+
+def usual_sizes(kind: str, max_running: int | None, prefill_tokens: int | None) -> tuple[int, int]:
+    """Requests at a time and prompt tokens of a pass, as asked for or as usual on this kind of device."""
+    return (
+        max_running or _USUAL_RUNNING.get(kind, _USUAL_RUNNING["cpu"]),
+        prefill_tokens or _USUAL_PREFILL.get(kind, _USUAL_PREFILL["cpu"]),
     )
