@@ -185,6 +185,7 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
                 tasks=inputs.tasks,
                 run_dir=directory.path,
                 sink=sink,
+                reference=cluster.reference,
                 # Inline, the engine and the trainer run on this loop too: its time is theirs.
                 own_status=loop.status if settings.run.launcher == "local" else None,
             )

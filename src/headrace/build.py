@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.config import Settings, from_dict
+from headrace.config import EngineSettings, Settings, from_dict
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.envs.single_turn import SingleTurn
@@ -38,6 +38,8 @@ Reward = str | Callable[..., Any]
 _ROW_TOKENS = {"cpu": 4096, "cuda": 16384}
 _SHARE_ALONE = 0.9
 _SHARE_BESIDE_TRAINER = 0.4
+_SCORED_TOKENS = 1024
+"""Tokens a reference scores in one pass, whose logits are held whole."""
 
 
 def plan(settings: Settings) -> RunPlan:
@@ -228,9 +230,23 @@ def route(settings: Settings, place: str | None = None) -> Route:
     )
 
 
+def reference_settings(settings: Settings, context_tokens: int) -> EngineSettings:
+    """Of an engine that only scores, one sequence at a time."""
+    asked = settings.engine
+    return asked.model_copy(
+        update={
+            "max_running": 1,
+            "kv_tokens": context_tokens,
+            "prefill_tokens": min(asked.prefill_tokens or _SCORED_TOKENS, _SCORED_TOKENS),
+        }
+    )
+
+
 def engine_role(told: Mapping[str, Any]) -> Engine:
-    """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update."""
+    """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update. A
+    ``reference`` only scores."""
     quieten()
+    from headrace.engines.checks import context_tokens
     from headrace.engines.driver import EngineDriver
     from headrace.engines.make import torch_engine
     from headrace.models.loading import load_model
@@ -239,6 +255,8 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
     settings = from_dict(told["settings"], training=False)
     model = load_model(told["model"], dtype=dtype(settings), device=device(settings.model.device))
     e = settings.engine
+    if told.get("reference"):
+        e = reference_settings(settings, context_tokens(model.config.get_text_config()))
     core = torch_engine(
         model,
         ledger=ledger,
@@ -285,6 +303,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         tis_cap=a.tis_cap,
         kl=a.kl,
         kl_coef=a.kl_coef,
+        keep_reference=a.reference == "trainer",
         balance_coef=a.balance_coef,
         learning_rate=t.learning_rate,
         betas=t.betas,
@@ -413,22 +432,25 @@ async def _start(
         "fresh": fresh,
     }
     engines = [{**told, "name": f"engine-{i}", "version": -1} for i in range(settings.engine.count)]
+    reference = {**told, "name": "reference", "version": 0, "reference": True}
+    with_reference = settings.algo.reference == "engine"
     scoring = scorer_settings(settings, rewards)
     if settings.run.launcher == "inline":
         return InlineCluster(
             [engine_role(e) for e in engines],
             trainer_role({**told, "threaded": False}),
             [build_scorer(scoring)] if scoring else [],
+            reference=engine_role(reference) if with_reference else None,
             directory=directory,
         )
     roles = [
         RoleSpec(
             name=e["name"],
-            kind="engine",
+            kind="reference" if e.get("reference") else "engine",
             factory="headrace.build:engine_role",
             settings={**e, "threaded": True},
         )
-        for e in engines
+        for e in ([*engines, reference] if with_reference else engines)
     ]
     roles += _trainer_roles(settings, told)
     if scoring:
