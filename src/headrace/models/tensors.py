@@ -29,7 +29,12 @@ _DTYPE_NAMES = {
 
 def to_blobs(model: torch.nn.Module) -> Iterator[TensorBlob]:
     """Every distinct tensor of the model, where it is; the bytes are the model's own memory, not a copy."""
-    for name, tensor in named_tensors(model).items():
+    return blobs_of(named_tensors(model))
+
+
+def blobs_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorBlob]:
+    """As ``to_blobs`` for tensors that were named before."""
+    for name, tensor in tensors.items():
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         data = raw.numpy() if raw.device.type == "cpu" else raw
         yield TensorBlob(name=name, dtype=_DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)

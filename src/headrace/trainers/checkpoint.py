@@ -1,6 +1,7 @@
 """A trainer's state on disk: weights any tool can load, and what training needs to go on bit for bit.
 
     config.json, model.safetensors, ...   Hugging Face format; tokenizer files beside them
+    adapter_config.json, ...              in peft's format instead, where only an adapter is trained
     optimizer.safetensors                 AdamW moments and counts, by parameter name
     reference.safetensors                 weights of the KL reference, where there is one
     rng.safetensors                       torch generators: cpu, and cuda where used
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 
 from headrace.errors import CheckpointError
 from headrace.models.tensors import named_tensors
+from headrace.trainers.adapter_weights import AdapterModule
 
 FORMAT = 1
 TOKENIZER_FILES = (
@@ -53,7 +55,7 @@ class Position:
 def save_state(
     directory: Path,
     *,
-    model: PreTrainedModel,
+    model: PreTrainedModel | AdapterModule,
     optimizer: torch.optim.Optimizer,
     reference: nn.Module | None,
     tokenizer_dir: Path | None,
@@ -77,7 +79,11 @@ def save_state(
 
 
 def load_state(
-    directory: Path, *, model: PreTrainedModel, optimizer: torch.optim.Optimizer, reference: nn.Module | None
+    directory: Path,
+    *,
+    model: PreTrainedModel | AdapterModule,
+    optimizer: torch.optim.Optimizer,
+    reference: nn.Module | None,
 ) -> Position:
     try:
         head = json.loads((directory / "trainer.json").read_text())
@@ -86,7 +92,10 @@ def load_state(
                 f"checkpoint {directory}: format {head['format']} is not {FORMAT}; "
                 "use the version of headrace that wrote it"
             )
-        _restore_weights(directory, model)
+        if isinstance(model, AdapterModule):
+            model.restore(directory)
+        else:
+            _restore_weights(directory, model)
         _restore_optimizer(model, optimizer, load_file(directory / "optimizer.safetensors"))
         if reference is not None:
             _restore_reference(directory, reference)

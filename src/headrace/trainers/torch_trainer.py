@@ -5,9 +5,10 @@ checkpoints. Every token of an optimizer step is weighed by one normaliser, coun
 backward, so rows may be cut in any way; gradients accumulate over the rows and the optimizer moves once
 per minibatch. A step that is not finite is never applied: it raises, or is skipped and says so, and the
 version advances either way. ``model`` holds float32 weights, ``policy`` is what is computed and published:
-the same model in float32, a copy in bf16. On a GPU the policy's layers are compiled, and those that do
-not fit into memory are recomputed in the backward. Dropout is off, since the policy that is trained must
-be the one that was sampled from.
+the same model in float32, a copy in bf16. With ``lora`` the weights that are trained, kept and published are an
+adapter's alone (``adapter_weights``), and the reference of a KL term is the policy without it. On a GPU the
+policy's layers are compiled, and those that do not fit into memory are recomputed in the backward. Dropout is
+off, since the policy that is trained must be the one that was sampled from.
 
 Every moment is charged to the ledger: forward-backward, optimizer, publishing, checkpoint, else
 waiting-for-batch.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -29,9 +31,11 @@ from headrace.algos.aggregation import Aggregation, check_aggregation
 from headrace.algos.corrections import CorrectionName, LossName
 from headrace.algos.kl import KLName
 from headrace.errors import ConfigError, InvariantError, TrainingError
+from headrace.models.lora import LoraSpec
 from headrace.models.tensors import to_blobs
 from headrace.protocols import WeightSender
 from headrace.timekeeping import TimeLedger
+from headrace.trainers.adapter_weights import AdapterModule, AdapterWeights
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
 from headrace.trainers.forward_check import check_forward
@@ -80,9 +84,12 @@ class TorchTrainer:
         compute_dtype: ComputeDtype = "fp32",
         share_prefixes: bool | None = None,
         eager: bool = False,
+        lora: LoraSpec | None = None,
+        policy: str = "policy",
     ) -> None:
         """``model`` is taken over: it is moved to float32 and to packed attention. ``compute_dtype`` is what
-        it is computed and published in. ``max_tokens`` is the constant of aggregation
+        it is computed and published in. ``lora``: train this adapter and leave the model's own weights alone;
+        engines know it as ``policy``. ``max_tokens`` is the constant of aggregation
         ``seq-mean-token-sum-norm``; ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt
         once for all attempts at it (None: on a GPU); ``eager`` compiles nothing, for debugging."""
         self.objective = Objective(
@@ -104,14 +111,12 @@ class TorchTrainer:
         self._grad_clip, self._row_tokens, self._minibatches = grad_clip, row_tokens, minibatches
         self._on_nonfinite = on_nonfinite
         self._sender, self.ledger, self._tokenizer_dir = sender, ledger, tokenizer_dir
-        self.model = model.to(torch.float32).eval()
-        check_forward(self.model)
-        self._masters = MasterWeights(self.model, _DTYPES[compute_dtype])
+        self._policy_name = policy
+        self._masters, self._reference = _place(
+            model.eval(), _DTYPES[compute_dtype], lora, with_reference=self.objective.needs_reference
+        )
+        self.model: PreTrainedModel | AdapterModule = self._masters.model
         self.policy = self._masters.policy
-        if self.policy is not self.model:
-            check_forward(self.policy)
-        needs_reference = self.objective.needs_reference
-        self._reference = compute_copy(self.policy, self.policy.dtype) if needs_reference else None
         on_gpu = self.model.device.type == "cuda"
         self._share_prefixes = on_gpu if share_prefixes is None else share_prefixes
         self.blocks = DecoderBlocks(self.policy, compiled=on_gpu and not eager)
@@ -168,6 +173,9 @@ class TorchTrainer:
                 f"publish: version {version} was asked for, but the weights are {self.version}"
             )
         with self.ledger.activity("publishing"):
+            if isinstance(self._masters, AdapterWeights):
+                manifest = self._sender.send(version, self._masters.blobs())
+                return replace(manifest, kind="adapter", policy=self._policy_name)
             return self._sender.send(version, to_blobs(self.policy))
 
     def retire(self, version: int) -> None:
@@ -212,7 +220,8 @@ class TorchTrainer:
             for indices in np.array_split(np.arange(len(batch.samples)), num_parts)
         ]
         if self.objective.needs_reference:
-            parts = [[self._with_reference(row) for row in rows] for rows in parts]
+            with self._masters.off() if isinstance(self._masters, AdapterWeights) else nullcontext():
+                parts = [[self._with_reference(row) for row in rows] for rows in parts]
         # With one minibatch the policy is prox itself, and the extra pass would compute the same numbers.
         if self.objective.needs_prox and num_parts > 1:
             parts = [[self._with_prox(row) for row in rows] for rows in parts]
@@ -222,8 +231,8 @@ class TorchTrainer:
     def _with_reference(self, row: TrainRow) -> TrainRow:
         if row.inputs.ref_logprobs_N is not None:
             return row
-        assert self._reference is not None
-        logprobs_N, _ = token_logprobs(self._reference, row.tensors)
+        model = self.policy if self._reference is None else self._reference
+        logprobs_N, _ = token_logprobs(model, row.tensors)
         return replace(row, inputs=replace(row.inputs, ref_logprobs_N=logprobs_N))
 
     @torch.no_grad()
@@ -238,7 +247,11 @@ class TorchTrainer:
         optimizer's moments need not be kept free."""
         self.blocks.fit(
             max((row.tensors.token_ids_T.numel() for row in rows), default=0),
-            reserved_bytes=bytes_of_a_step(self.model, self.optimizer if update_follows else None),
+            reserved_bytes=bytes_of_a_step(
+                self.model,
+                self.policy.get_output_embeddings().weight,
+                self.optimizer if update_follows else None,
+            ),
         )
         records = []
         for row in rows:
@@ -278,6 +291,21 @@ class TorchTrainer:
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize(self.model.device)
             return norm, reason
+
+
+def _place(
+    model: PreTrainedModel, dtype: torch.dtype, lora: LoraSpec | None, *, with_reference: bool
+) -> tuple[MasterWeights | AdapterWeights, PreTrainedModel | None]:
+    """The weights to train, checked to be computed right, and a frozen copy of them where one is needed."""
+    if lora is not None:
+        adapter = AdapterWeights(model, dtype, lora)
+        check_forward(adapter.policy)
+        return adapter, None
+    check_forward(model.to(torch.float32))
+    masters = MasterWeights(model, dtype)
+    if masters.policy is not model:
+        check_forward(masters.policy)
+    return masters, compute_copy(masters.policy, dtype) if with_reference else None
 
 
 def _check_numbers(minibatches: int, row_tokens: int, learning_rate: float, grad_clip: float | None) -> None:
