@@ -30,6 +30,8 @@ from headrace.engines.device_passes import DevicePasses, Piece
 from headrace.engines.device_state import DeviceState, block_bytes
 from headrace.engines.sequences import SlotTable, new_sequence
 from headrace.errors import ConfigError
+from headrace.models.adapter_bank import AdapterBank
+from headrace.models.lora import LoraSpec
 from headrace.types import Request, Sampling
 
 _SPARE_BYTES = 1 << 30
@@ -47,6 +49,9 @@ class DeviceLimits:
     prefill_tokens: int
     memory_share: float
     """Of the device's memory, what the engine may take, the model's weights included."""
+    lora: LoraSpec | None = None
+    """None: no adapters."""
+    num_adapters: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class Prepared:
     num_blocks: int
     limit_tokens: int
     capturable: bool
+    bank: AdapterBank | None
 
 
 def prepare(
@@ -71,7 +77,7 @@ def prepare(
             "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "headrace" / "compiled")
         )
     progress("compiling the model's layers" if compiled else "checking the model")
-    shaped = DeviceModel(model, compiled=compiled)
+    shaped = DeviceModel(model, compiled=compiled, lora=limits.lora, num_adapters=limits.num_adapters)
     kernels = _kernels(shaped, limits.max_running, context, model.device)
 
     def passes(num_blocks: int) -> DevicePasses:
@@ -95,7 +101,7 @@ def prepare(
         num_blocks = -(-limits.kv_tokens // size) + 1
     del trial
     limit_tokens = min(context, (num_blocks - 1) * size)
-    return Prepared(passes(num_blocks), num_blocks, limit_tokens, shaped.capturable)
+    return Prepared(passes(num_blocks), num_blocks, limit_tokens, shaped.capturable, shaped.bank)
 
 
 def _kernels(model: DeviceModel, max_running: int, context: int, device: torch.device) -> Kernels:

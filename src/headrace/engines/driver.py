@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from headrace.engines.policies import POLICY
 from headrace.engines.torch_engine import TorchEngine
 from headrace.errors import RoleError
 from headrace.protocols import WeightReceiver
@@ -82,9 +83,11 @@ class EngineDriver:
         self._resolve(self._core.abort(request_ids))
         self._notice_drained()
 
-    async def score(self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
+    async def score(
+        self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0, policy: str = POLICY
+    ) -> list[np.ndarray]:
         self._ensure_alive()
-        return self._core.score(token_ids, temperature)
+        return self._core.score(token_ids, temperature, policy)
 
     async def begin_update(self, mode: InterruptMode) -> None:
         self._ensure_alive()
@@ -107,9 +110,12 @@ class EngineDriver:
         else:
             blobs = self._read(manifest)
         with self._ledger.activity("paused-for-weights"):
-            self._core.apply(manifest.version, blobs)
+            if manifest.kind == "adapter":
+                self._core.apply_adapter(manifest.policy, manifest.version, blobs)
+            else:
+                self._core.apply(manifest.version, blobs)
         self._resume()
-        return self._core.version
+        return manifest.version
 
     async def cancel_update(self) -> None:
         self._resume()

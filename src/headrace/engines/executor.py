@@ -60,16 +60,22 @@ class Executor(Protocol):
     """Tokens a sequence may have."""
     pipelined: bool
     """Whether ``launch`` returns before the pass is done."""
+    num_adapters: int
+    """Adapters there is room for beside the model's own weights; 0: none."""
 
     def launch(self, work: Work) -> Flight:
         """Compute the work's rows under the present weights. The table is read before this returns, not
         later; a decoding row's token is the one drawn last for its slot, booked or not."""
         ...
 
-    def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float) -> np.ndarray:
+    def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int) -> np.ndarray:
         """float32 [T] logprobs of the tokens, entry 0 is 0; ``blocks`` hold their keys and values."""
         ...
 
     def load(self, blobs: Iterable[TensorBlob]) -> None:
         """Replace the weights between two passes, whole or not at all (then raises WeightSyncError)."""
+        ...
+
+    def load_adapter(self, adapter: int, blobs: Iterable[TensorBlob]) -> None:
+        """As ``load`` for one adapter, numbered from 1; no other is touched."""
         ...
