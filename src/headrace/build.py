@@ -205,6 +205,17 @@ def dtype(settings: Settings) -> str:
     return settings.model.dtype
 
 
+def lora(settings: Settings) -> Any:
+    """The adapter to train and serve; None: the whole model is trained."""
+    from headrace.models.lora import LoraSpec
+
+    s = settings.lora
+    if s.rank == 0:
+        return None
+    alpha = 2.0 * s.rank if s.alpha is None else s.alpha
+    return LoraSpec(rank=s.rank, alpha=alpha, targets=s.targets, dora=s.dora, seed=settings.run.seed)
+
+
 def engine_role(told: Mapping[str, Any]) -> Engine:
     """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update."""
     quieten()
@@ -226,6 +237,7 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
         prefill_tokens=e.prefill_tokens,
         compiled=not settings.model.eager,
         memory_share=e.memory_share or (_SHARE_BESIDE_TRAINER if "segments" in told else _SHARE_ALONE),
+        lora=lora(settings) if "segments" in told else None,
         progress=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
     )
     return EngineDriver(
@@ -242,7 +254,9 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
 
     ledger = TimeLedger(TRAINER_ACTIVITIES)
     settings = from_dict(told["settings"])
-    model = load_model(told["model"], device=device(settings.model.device))
+    adapter = lora(settings)
+    frozen = {} if adapter is None else {"dtype": dtype(settings)}
+    model = load_model(told["model"], device=device(settings.model.device), **frozen)
     if settings.warm_start.examples is not None and told["fresh"]:
         _warm_start(model, settings, Path(told["model"]))
     t, a = settings.trainer, settings.algo
@@ -272,6 +286,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         on_nonfinite=t.on_nonfinite,
         compute_dtype="bf16" if dtype(settings) == "bfloat16" else "fp32",
         eager=settings.model.eager,
+        lora=adapter,
     )
     return TrainerDriver(core, threaded=told["threaded"])
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from headrace.errors import CheckpointError, ConfigError
+from headrace.errors import CheckpointError, ConfigError, TrainingError
 from headrace.models.lora import LoraSpec, target_linears
 from headrace.models.tensors import blobs_of, named_tensors
 from headrace.trainers.master_weights import hand_over_to
@@ -84,6 +84,9 @@ class AdapterWeights:
                 dora = layer.lora_magnitude_vector[_NAME]
                 norm = dora.get_weight_norm(layer.base_layer.weight, b @ a, self._spec.scaling)
                 tensors[f"{name}.row_factor"] = dora.weight / norm
+        # An engine computes all its adapters together: one that is not finite would spoil the others.
+        if not torch.stack(torch._foreach_norm(list(tensors.values()))).isfinite().all():
+            raise TrainingError("the adapter's weights are not finite; lower trainer.learning_rate")
         return blobs_of(tensors)
 
 
