@@ -8,6 +8,7 @@ is a plain mapping, since it crossed a process boundary.
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -205,6 +206,15 @@ def dtype(settings: Settings) -> str:
     return settings.model.dtype
 
 
+def check_packages(settings: Settings) -> None:
+    """Raise for an optional package that the run will need and that is not there."""
+    if settings.lora.rank and importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "lora.rank: adapters are trained through peft, which is not installed: pip install 'headrace[lora]', or "
+            "set lora.rank = 0"
+        )
+
+
 def lora(settings: Settings) -> Any:
     """The adapter to train and serve; None: the whole model is trained."""
     from headrace.models.lora import LoraSpec
@@ -257,6 +267,9 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
     adapter = lora(settings)
     frozen = {} if adapter is None else {"dtype": dtype(settings)}
     model = load_model(told["model"], device=device(settings.model.device), **frozen)
+    # What an adapter's checkpoint says it belongs to: a path that holds from anywhere, or the hub's name.
+    named = str(settings.model.path)
+    model.name_or_path = str(Path(named).absolute()) if Path(named).is_dir() else named
     if settings.warm_start.examples is not None and told["fresh"]:
         _warm_start(model, settings, Path(told["model"]))
     t, a = settings.trainer, settings.algo

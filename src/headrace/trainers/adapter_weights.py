@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from headrace.errors import CheckpointError, ConfigError, TrainingError
+from headrace.errors import CheckpointError, TrainingError
 from headrace.models.lora import LoraSpec, target_linears
 from headrace.models.tensors import blobs_of, named_tensors
 from headrace.trainers.master_weights import hand_over_to
@@ -35,14 +35,17 @@ class AdapterWeights:
     """``model`` holds the adapter's float32 weights; ``policy`` is the model given, computed with them."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, spec: LoraSpec) -> None:
-        peft = _import_peft()
+        import peft
+
         self.policy = model
         self._spec = spec
         self._targets = target_linears(model, spec.targets)
         _cast(model, dtype)
+        # Peft computes alpha / r and takes any number, though it says int.
+        alpha: Any = int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha
         config = peft.LoraConfig(
             r=spec.rank,
-            lora_alpha=int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,
+            lora_alpha=alpha,
             target_modules=self._targets,
             use_dora=spec.dora,
             task_type="CAUSAL_LM",
@@ -125,17 +128,6 @@ class AdapterModule(nn.Module):
             )
         for name, tensor in tensors.items():
             self._saved[name].copy_(tensor)
-
-
-def _import_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(
-            f"lora.rank: adapters are trained through peft, which cannot be imported ({error}); install "
-            "headrace[lora], or set lora.rank = 0"
-        ) from error
-    return peft
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
