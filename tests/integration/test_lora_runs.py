@@ -85,6 +85,13 @@ def test_only_adapters_travel_and_peft_loads_what_is_left(settings, monkeypatch,
         torch.testing.assert_close(plain_logprobs(load_model(result.model_dir), ids), expected)
 
 
+@pytest.mark.parametrize("mode", ["drain", "abort", "block"])
+def test_every_interrupt_mode(settings, mode):
+    result = train({**settings, "run.steps": 3, "weights.mode": mode, "rollout.max_lag": 2})
+    attempts = result.summary.attempts
+    assert attempts["trained"] == 3 * 2 * 4 == sum(attempts.values())
+
+
 def test_a_run_that_dies_ends_in_the_same_adapter_when_resumed(settings, monkeypatch):
     settings = {**settings, "rollout.max_lag": 0}
     whole = train({**settings, "run.name": "whole"})
