@@ -100,6 +100,33 @@ def test_float32_tokens_are_those_of_the_cpu(tmp_path):
     assert same >= len(requests) - 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_groups_that_read_their_prompt_once(tmp_path, monkeypatch, family, dtype):
+    """However little it saves, prompts are shared here, in graphs and with members that come and go."""
+    from headrace.engines.device_executor import DeviceExecutor
+    from headrace.engines.device_kernels import TritonKernels
+    from headrace.engines.torch_engine import TorchEngine
+
+    monkeypatch.setattr(TritonKernels, "sharing_pays_bytes", 1)
+    model = tiny(tmp_path, family)
+    executor = DeviceExecutor(
+        on_gpu(model, dtype), max_running=24, block_size=16, kv_tokens=8192, prefill_tokens=512
+    )
+    engine = TorchEngine(executor, ledger=TimeLedger(ENGINE_ACTIVITIES), prefill_tokens=512)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in (50, 130, 300, 65)]
+    requests = [
+        Request(id=f"g{g}m{i}", prompt_ids=prompt, sampling=Sampling(max_tokens=20 + 9 * i), seed=100 * g + i)
+        for g, prompt in enumerate(prompts)
+        for i in range(11)
+    ]
+    done = generate(engine, requests)
+    assert executor.num_tokens_shared > 0
+    rounded = copy.deepcopy(model).to(dtype).float()
+    assert_scored_alike(build(rounded), requests, done, dtype)
+
+
 def test_a_pool_under_pressure_loses_nothing(tmp_path):
     model = tiny(tmp_path)
     engine = build(on_gpu(model, torch.float32), max_running=16, kv_tokens=640)

@@ -50,7 +50,7 @@ def captured(launch):
 @pytest.mark.parametrize(("num_heads", "num_kv", "dim"), QWEN)
 @pytest.mark.parametrize("num_rows", [1, 13, 300])
 def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows):
-    from headrace.kernels.paged_attention import decode_attention, decode_workspace
+    from headrace.kernels.decode_attention import decode_attention, decode_workspace
 
     max_length = 2048
     width = num_kv * 2 * dim
@@ -77,6 +77,60 @@ def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows):
                 expected[row] = attend(query[row : row + 1], kv, length - 1, num_kv, dim**-0.5)[0]
         error = (out.float() - expected).norm() / expected.norm().clamp_min(1e-6)
         assert error < 5e-3
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv", "dim"), QWEN)
+@pytest.mark.parametrize(("num_rows", "max_length"), [(13, 4096), (64, 1024), (300, 512)])
+def test_shared_prefixes_in_a_graph_follow_their_inputs(num_heads, num_kv, dim, num_rows, max_length):
+    """Groups of other sizes with other prefixes at each replay; a follower's own table is wrong up to there."""
+    from headrace.engines.shared_prompts import shared_prompts
+    from headrace.kernels.decode_attention import decode_attention, decode_workspace
+    from headrace.kernels.shared_prefixes import SharedPrefixes
+
+    own = shuffled_tables(num_rows, max_length)
+    pool = torch.randn((own.numel() + 1, BLOCK, num_kv * 2 * dim), device=CUDA).bfloat16()
+    pool[0] = float("nan")
+    tables = own.clone()
+    numbers = {"dtype": torch.int32, "device": CUDA}
+    slots, lengths = torch.arange(num_rows, device=CUDA), torch.zeros(num_rows, **numbers)
+    shared = SharedPrefixes(
+        torch.zeros(num_rows, **numbers), torch.zeros(num_rows, **numbers),
+        torch.zeros(num_rows // 2 + 1, **numbers), torch.zeros(1, **numbers),
+    )  # fmt: skip
+    query = torch.zeros((num_rows, num_heads, dim), dtype=torch.bfloat16, device=CUDA)
+    out = torch.empty_like(query)
+    workspace = decode_workspace(num_rows, num_heads, dim, max_length, CUDA)
+    options = {"value_dim": dim, "scale": dim**-0.5, "out_BHE": out, "workspace": workspace}
+    graph = captured(lambda: decode_attention(query, pool, tables, slots, lengths, shared=shared, **options))
+    rng = np.random.default_rng(num_rows)
+    for most in (1, 3, 8, 20):
+        depths = np.zeros(num_rows, dtype=np.int64)
+        whole = own.clone()
+        at = 0
+        while at < num_rows:
+            members = slice(at, at + int(rng.integers(1, most + 1)))
+            depths[members] = depth = int(rng.integers(0, max_length // BLOCK))
+            whole[members, :depth] = own[at, :depth]
+            at = members.stop
+        found = shared_prompts(whole.cpu().numpy().astype(np.int64), depths, BLOCK)
+        followers = np.setdiff1d(found.members, found.members[found.starts[:-1]])
+        tables.copy_(whole)
+        for row in followers.tolist():
+            tables[row, : int(found.begins[row]) // BLOCK] = 0
+        given = (found.begins, found.members, found.starts, np.array([found.num_pieces]))
+        for target, array in zip(
+            (shared.begins, shared.members, shared.starts, shared.num_pieces), given, strict=True
+        ):
+            target[: len(array)] = torch.from_numpy(array).to(target)
+        longest = torch.from_numpy(rng.integers(0, max_length + 1, num_rows)).int()
+        lengths.copy_(torch.maximum(longest, torch.from_numpy(depths * BLOCK + 1).int()))
+        query.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        for row, length in enumerate(lengths.tolist()):
+            kv = pool[whole[row].long()].flatten(0, 1)[:length]
+            expected = attend(query[row : row + 1], kv, length - 1, num_kv, dim**-0.5)[0]
+            assert (out[row].float() - expected).norm() / expected.norm() < 1e-2
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv", "dim"), QWEN)

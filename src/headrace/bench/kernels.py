@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.kernels import paged_attention, sampling, truncation
+from headrace.kernels import decode_attention, paged_attention, sampling, truncation
+from headrace.kernels.shared_prefixes import MAX_MEMBERS, SharedPrefixes
 
 MODELS = {"0.5B": (14, 2, 64), "1.5B": (12, 2, 128), "7B": (28, 4, 128)}
 """Query heads, key-value heads, head dim."""
 DECODES = ((512, 512), (256, 1024), (64, 1024), (16, 4096), (1, 4096))
+SHARED_DECODES = ((512, 256, 200), (64, 256, 200), (16, 8192, 200))
+"""Rows in groups of eight, tokens of their prompt, tokens of their own."""
 PREFILLS = ((8, 2048), (1, 2048), (16, 512))
 SAMPLES = (512, 64, 1)
 TRUNCATIONS = {
@@ -45,6 +48,7 @@ class Case(NamedTuple):
 def cases(device: torch.device) -> Iterator[Case]:
     for model in MODELS:
         yield from (decode(model, rows, length, device) for rows, length in DECODES)
+        yield from (shared_decode(model, *shape, device) for shape in SHARED_DECODES)
         yield from (prefill(model, pieces, length, device) for pieces, length in PREFILLS)
     for dtype in (torch.float32, torch.bfloat16):
         yield from (sample(rows, VOCAB_SIZE, dtype, device) for rows in SAMPLES)
@@ -61,15 +65,47 @@ def decode(model: str, rows: int, length: int, device: torch.device) -> Case:
     query = torch.randn((rows, num_heads, dim), device=device).bfloat16()
     out = torch.empty_like(query)
     lengths = torch.full((rows,), length, dtype=torch.int32, device=device)
-    workspace = paged_attention.decode_workspace(rows, num_heads, dim, length, device)
+    workspace = decode_attention.decode_workspace(rows, num_heads, dim, length, device)
 
     def launch(copy: int) -> Callable[[], None]:
         slots = torch.arange(copy * rows, (copy + 1) * rows, device=device)
-        return lambda: paged_attention.decode_attention(
+        return lambda: decode_attention.decode_attention(
             query, pool, tables, slots, lengths, value_dim=dim, scale=dim**-0.5, out_BHE=out, workspace=workspace
         )  # fmt: skip
 
     name = f"decode {model} {rows} x {length}"
+    return Case(name, [launch(copy) for copy in range(copies)], num_bytes, "TB/s")
+
+
+def shared_decode(model: str, rows: int, prompt: int, own: int, device: torch.device) -> Case:
+    """Its bytes are those of every prompt once and of what each row has for itself."""
+    num_heads, num_kv, dim = MODELS[model]
+    width, length, num_groups = 2 * num_kv * dim, prompt + own, rows // MAX_MEMBERS
+    num_bytes = (num_groups * prompt + rows * own) * width * 2
+    copies = max(1, min(32, int(_COLD_BYTES // num_bytes)))
+    pool, tables = _cache(rows * copies, length, width, device)
+    by_group = tables.view(-1, MAX_MEMBERS, tables.shape[1])
+    by_group[:, :, : prompt // BLOCK_SIZE] = by_group[:, :1, : prompt // BLOCK_SIZE]
+    query = torch.randn((rows, num_heads, dim), device=device).bfloat16()
+    out = torch.empty_like(query)
+    order = torch.arange(rows, dtype=torch.int32, device=device)
+    lengths = torch.full_like(order, length)
+    shared = SharedPrefixes(
+        begins=torch.full_like(order, prompt),
+        members=order,
+        starts=torch.arange(0, rows + 1, MAX_MEMBERS, dtype=torch.int32, device=device),
+        num_pieces=torch.full_like(order[:1], num_groups),
+    )
+    workspace = decode_attention.decode_workspace(rows, num_heads, dim, length, device)
+
+    def launch(copy: int) -> Callable[[], None]:
+        slots = torch.arange(copy * rows, (copy + 1) * rows, device=device)
+        return lambda: decode_attention.decode_attention(
+            query, pool, tables, slots, lengths, value_dim=dim, scale=dim**-0.5, shared=shared, out_BHE=out,
+            workspace=workspace,
+        )  # fmt: skip
+
+    name = f"shared {model} {rows} x {prompt}+{own}"
     return Case(name, [launch(copy) for copy in range(copies)], num_bytes, "TB/s")
 
 

@@ -86,6 +86,7 @@ def run(
             "max_lag": max_lag,
             "headrace": {**_steady(times), "peak_bytes": memory.peak_bytes},
         }
+        progress(_told("headrace", figures["headrace"]))
         if against == "trl":
             figures["trl"] = _with_trl(model, workload, steps, progress)
             figures["ratio"] = figures["trl"]["seconds"] / figures["headrace"]["seconds"]
@@ -119,12 +120,20 @@ def _with_trl(
         progress(f"running TRL with vLLM, gradient checkpointing {'on' if checkpointing else 'off'}")
         try:
             tried.append(step_with_trl.run(model, workload, steps=steps, checkpointing=checkpointing))
+            progress(_told("trl", tried[-1]))
         except ConfigError as error:
             tried.append({"checkpointing": checkpointing, "failed": str(error)})
+            progress(f"trl: failed, {str(error)[-300:]}")
     done = [one for one in tried if "seconds" in one]
     if not done:
         raise ConfigError(tried[0]["failed"])
     return {**min(done, key=lambda one: one["seconds"]), "tried": tried}
+
+
+def _told(side: str, row: Mapping[str, Any]) -> str:
+    parts = [f", {name[:-2]} {row[name]:.2f} s" for name in ("generation_s", "training_s") if name in row]
+    memory = f"at most {row['peak_bytes'] / 1e9:.1f} GB in use"
+    return f"{side}: {row['seconds']:.2f} s a step{''.join(parts)}, {memory}"
 
 
 def table(figures: Mapping[str, Any]) -> Table:

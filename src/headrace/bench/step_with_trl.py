@@ -93,6 +93,8 @@ def _measure(told: Mapping[str, Any]) -> dict[str, Any]:
             vllm_max_model_length=workload.prompt_tokens + workload.completion_tokens,
             num_generations=workload.group_size,
             max_completion_length=workload.completion_tokens,
+            # The random model's tokens are no text, and nobody reads them: vLLM need not make any.
+            generation_kwargs={"ignore_eos": True, "detokenize": False},
             per_device_train_batch_size=told["microbatch"],
             gradient_accumulation_steps=num_samples // told["microbatch"],
             gradient_checkpointing=told["checkpointing"],

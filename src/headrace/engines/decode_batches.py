@@ -1,23 +1,36 @@
 """Decode passes of fixed sizes: their memory, and the CUDA graphs that replay them.
 
 In: the decoding slots of a pass. Out: one drawn token and its log-probability a row, in device memory. A pass
-is padded to the next bucket; rows of padding belong to a slot and a block that nobody reads. A graph holds
-addresses, so everything a bucket reads and writes stays where it is, the weights included.
+is padded to a bucket that holds it; rows of padding belong to a slot and a block that nobody reads. A graph holds
+addresses, so everything a bucket reads and writes stays where it is, the weights included. Matrix products
+of more rows sometimes take less time, so captured buckets are timed and a pass goes to the quickest that holds it.
+
+A pass may read prompts that several rows share once for all of them. That takes a launch more a layer, and rows
+of one group find most of their prompt in the chip's cache anyway, so it pays for many rows or long prompts only:
+each pass goes to the form that costs it less, and the sharing form of a bucket is captured when it is first used.
 
 Shape legend: B rows of the bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from headrace.engines.device_state import DeviceState
 from headrace.engines.sequences import SlotTable
+from headrace.engines.shared_prompts import SharedPromptFinder, SharedPrompts
+from headrace.kernels.shared_prefixes import SharedPrefixes
 
 _FIELDS = 8
+_SHARING_FIELDS = 2
+_NO_SLOTS = np.zeros(0, dtype=np.int64)
+_CLEARLY_QUICKER = 0.98
+_TIMED_REPLAYS = 2
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -33,22 +46,36 @@ def bucket_sizes(most: int) -> list[int]:
     return [*sizes, max(2, most)]
 
 
-class DecodeBatch:
-    """The inputs of one bucket as rows of one int64 tensor, so that a single copy brings them all."""
+def quickest(seconds: Sequence[float]) -> list[int]:
+    """For each bucket, smallest first, the one to use in its place: itself, unless a larger one is clearly quicker."""
+    chosen = list(range(len(seconds)))
+    for i in reversed(chosen[:-1]):
+        if seconds[chosen[i + 1]] < _CLEARLY_QUICKER * seconds[i]:
+            chosen[i] = chosen[i + 1]
+    return chosen
 
-    def __init__(self, size: int, device: torch.device) -> None:
+
+class DecodeBatch:
+    """The inputs of one bucket as rows of one int64 tensor, so that a single copy brings them all. With
+    ``sharing`` the pass reads shared prompts once."""
+
+    def __init__(self, size: int, device: torch.device, *, sharing: bool) -> None:
         self.size = size
-        self.inputs = torch.zeros((_FIELDS, size), dtype=torch.int64, device=device)
+        num_fields = _FIELDS + _SHARING_FIELDS * sharing
+        self.inputs = torch.zeros((num_fields, size), dtype=torch.int64, device=device)
         self.slots, self.positions, self.places, self.cells, self.seed_keys, self.draws = self.inputs[:6]
         pairs = self.inputs[6].view(torch.int32)
         self.blocks, self.lengths = pairs[:size], pairs[size:]
         self.temperatures = self.inputs[7].view(torch.float32)[:size]
+        self.shared: SharedPrefixes | None = None
+        if sharing:
+            self.shared = SharedPrefixes(*_sharing_parts(self.inputs[_FIELDS:].view(torch.int32), size))
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def fill(self, table: SlotTable, slots: np.ndarray, state: DeviceState) -> None:
-        """Bring the rows of these slots."""
+    def fill(self, table: SlotTable, slots: np.ndarray, state: DeviceState, prompts: SharedPrompts) -> None:
+        """Bring the rows of these slots, and the prompts they share where this form can read them once."""
         size, count, row_blocks = table.block_size, len(slots), state.row_blocks
-        host = np.zeros((_FIELDS, self.size), dtype=np.int64)
+        host = np.zeros(self.inputs.shape, dtype=np.int64)
         host[0] = state.padding_slot
         host[3] = state.padding_slot * row_blocks
         at = table.computed[slots]
@@ -65,11 +92,15 @@ class DecodeBatch:
         temperatures = host[7].view(np.float32)
         temperatures[: self.size] = 1.0
         temperatures[:count] = table.temperature[slots]
+        if self.shared is not None:
+            begins, members, starts, num_pieces = _sharing_parts(host[_FIELDS:].view(np.int32), self.size)
+            begins[:count], members[: len(prompts.members)] = prompts.begins, prompts.members
+            starts[: len(prompts.starts)], num_pieces[0] = prompts.starts, prompts.num_pieces
         self.inputs.copy_(to_pinned(host, self.inputs.device), non_blocking=True)
 
 
 class DecodeBatches:
-    """One batch a bucket; ``compute`` is captured for each when ``captured``."""
+    """One or two batches a bucket; ``compute`` is captured for each when ``captured``."""
 
     def __init__(
         self,
@@ -77,34 +108,82 @@ class DecodeBatches:
         state: DeviceState,
         compute: Callable[[DecodeBatch], None],
         *,
+        sharing_pays_tokens: int,
         captured: bool,
         progress: Callable[[str], None],
     ) -> None:
+        """``sharing_pays_tokens``: key-value rows a pass must be spared for the form that shares prompts to be
+        the cheaper one."""
         self._compute = compute
         self._state = state
-        self._batches = [DecodeBatch(size, state.device) for size in bucket_sizes(most)]
+        self._captured = captured
+        self._pool: Any = None
+        self._sharing_pays_tokens = sharing_pays_tokens
+        self._finder = SharedPromptFinder()
+        self._sizes = bucket_sizes(most)
+        self._plain = [DecodeBatch(size, state.device, sharing=False) for size in self._sizes]
+        self._sharing: dict[int, DecodeBatch] = {}
+        self.num_tokens_shared = 0
+        """Key-value rows of prompts that passes so far did not read, because another row had read them."""
+        self._bucket_used = list(range(len(self._sizes)))
         if captured:
-            self._capture(progress)
+            # The largest first: the smaller ones then fit into its memory.
+            for n, batch in enumerate(reversed(self._plain), start=1):
+                progress(f"capturing decode graphs {n}/{len(self._plain)}")
+                self._capture(batch)
+            self._bucket_used = quickest(self._seconds())
 
     def run(self, table: SlotTable, slots: np.ndarray) -> None:
-        batch = next(batch for batch in self._batches if batch.size >= len(slots))
-        batch.fill(table, slots, self._state)
+        prompts = self._finder.find(table, slots)
+        bucket = self._bucket_used[bisect_left(self._sizes, len(slots))]
+        batch = self._plain[bucket]
+        if prompts.saved_tokens >= self._sharing_pays_tokens:
+            batch = self._sharing_batch(bucket, table)
+            self.num_tokens_shared += prompts.saved_tokens
+        batch.fill(table, slots, self._state, prompts)
         if batch.graph is None:
             self._compute(batch)
         else:
             batch.graph.replay()
 
-    def _capture(self, progress: Callable[[str], None]) -> None:
-        pool = None
-        # The largest first: the smaller ones then fit into its memory.
-        for n, batch in enumerate(reversed(self._batches), start=1):
-            progress(f"capturing decode graphs {n}/{len(self._batches)}")
+    def _sharing_batch(self, bucket: int, table: SlotTable) -> DecodeBatch:
+        if bucket not in self._sharing:
+            batch = DecodeBatch(self._sizes[bucket], self._state.device, sharing=True)
+            if self._captured:
+                # Computed before it is captured, so its rows must be nobody's.
+                batch.fill(table, _NO_SLOTS, self._state, self._finder.nothing)
+                self._capture(batch)
+            self._sharing[bucket] = batch
+        return self._sharing[bucket]
+
+    def _capture(self, batch: DecodeBatch) -> None:
+        self._compute(batch)
+        torch.cuda.synchronize()
+        batch.graph = torch.cuda.CUDAGraph()
+        # An update may be read by another thread meanwhile, on a stream of its own.
+        with torch.cuda.graph(batch.graph, pool=self._pool, capture_error_mode="thread_local"):
             self._compute(batch)
-            torch.cuda.synchronize()
-            batch.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(batch.graph, pool=pool):
-                self._compute(batch)
-            pool = batch.graph.pool()
+        self._pool = batch.graph.pool()
+
+    def _seconds(self) -> list[float]:
+        """Of a pass of each bucket, all of it padding: what depends on its size and not on its rows."""
+        marks = []
+        for batch in self._plain:
+            assert batch.graph is not None
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            batch.graph.replay()
+            begin.record()
+            for _ in range(_TIMED_REPLAYS):
+                batch.graph.replay()
+            end.record()
+            marks.append((begin, end))
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) * 1e-3 / _TIMED_REPLAYS for begin, end in marks]
+
+
+def _sharing_parts(numbers: Any, size: int) -> tuple[Any, Any, Any, Any]:
+    """What ``SharedPrefixes`` consists of, as parts of these int32 [2, 2B], in numpy or torch."""
+    return numbers[0, :size], numbers[0, size:], numbers[1, : size // 2 + 1], numbers[1, -1:]
 
 
 def to_pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -102,9 +102,15 @@ class DeviceExecutor:
             max_running,
             self._passes.state,
             self._passes.decode,
+            sharing_pays_tokens=self._passes.sharing_pays_tokens,
             captured=compiled and prepared.capturable,
             progress=progress,
         )
+
+    @property
+    def num_tokens_shared(self) -> int:
+        """Key-value rows of prompts that decode passes did not read, because another row had read them."""
+        return self._decoding.num_tokens_shared
 
     def launch(self, work: Work) -> DeviceFlight:
         table = self.table

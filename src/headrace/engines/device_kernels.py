@@ -10,12 +10,14 @@ key-value heads, D key head dim, E value head dim, S rows of a block, W width of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 
 from headrace.engines.noise import exponential, row_keys
 from headrace.engines.plain_truncation import draw_truncated
+from headrace.kernels.shared_prefixes import SharedPrefixes
 from headrace.kernels.truncation import TruncatedDraws, TruncatedRows
 from headrace.models.device_attention import LayerOptions
 
@@ -30,6 +32,8 @@ class DecodeRows:
     """int64 [B], the table of each row."""
     lengths: torch.Tensor
     """int32 [B], key-value rows each row sees."""
+    shared: SharedPrefixes | None = None
+    """Prefixes to be read once for several rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,9 @@ class PieceRows:
 
 
 class Kernels(Protocol):
+    sharing_pays_bytes: int
+    """Key-value bytes a layer must be spared for shared prefixes to be worth their own launch."""
+
     def write(
         self,
         pool_BSW: torch.Tensor,
@@ -86,14 +93,17 @@ class Kernels(Protocol):
 class TritonKernels:
     """For CUDA. Scratch memory is made for the largest pass and used by all."""
 
+    sharing_pays_bytes = 96 << 20
+
     def __init__(
         self, *, max_rows: int, num_heads: int, value_dim: int, max_length: int, device: torch.device
     ) -> None:
-        from headrace.kernels import paged_attention, sampling
+        from headrace.kernels import decode_attention, paged_attention, sampling
 
         self._attention: Any = paged_attention
+        self._decode_attention: Any = decode_attention.decode_attention
         self._sampling: Any = sampling
-        self._decoding = paged_attention.decode_workspace(max_rows, num_heads, value_dim, max_length, device)
+        self._decoding = decode_attention.decode_workspace(max_rows, num_heads, value_dim, max_length, device)
         self._drawing = sampling.sample_workspace(max_rows, device)
 
     def write(
@@ -110,10 +120,10 @@ class TritonKernels:
         value_dim: int,
     ) -> torch.Tensor:  # fmt: skip
         out_BHE = query_BHD.new_empty((*query_BHD.shape[:2], value_dim))
-        self._attention.decode_attention(
+        self._decode_attention(
             query_BHD, pool_BSW, rows.tables, rows.slots, rows.lengths, value_dim=value_dim,
-            scale=options.scale, window=options.window, softcap=options.softcap, out_BHE=out_BHE,
-            workspace=self._decoding,
+            scale=options.scale, window=options.window, softcap=options.softcap, shared=rows.shared,
+            out_BHE=out_BHE, workspace=self._decoding,
         )  # fmt: skip
         return out_BHE
 
@@ -150,6 +160,8 @@ class TritonKernels:
 class TorchKernels:
     """The same functions row by row."""
 
+    sharing_pays_bytes = 1
+
     def write(
         self,
         pool_BSW: torch.Tensor,
@@ -164,10 +176,15 @@ class TorchKernels:
         self, query_BHD: torch.Tensor, pool_BSW: torch.Tensor, rows: DecodeRows, options: LayerOptions,
         value_dim: int,
     ) -> torch.Tensor:  # fmt: skip
+        leaders = {} if options.window is not None else _prefixes(rows)
         out = []
-        for query_HD, slot, length in zip(query_BHD, rows.slots.tolist(), rows.lengths.tolist(), strict=True):
+        for row, (slot, length) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
             kv_LW = _collected(pool_BSW, rows.tables[slot], length)
-            out.append(_attend(query_HD[None], kv_LW, length - 1, options, value_dim))
+            if row in leaders:
+                leader, prefix = leaders[row]
+                shared_LW = _collected(pool_BSW, rows.tables[rows.slots[leader]], prefix)
+                kv_LW = torch.cat((shared_LW, kv_LW[prefix:]))
+            out.append(_attend(query_BHD[row : row + 1], kv_LW, length - 1, options, value_dim))
         return torch.cat(out)
 
     def prefill(
@@ -204,6 +221,16 @@ class TorchKernels:
 
     def sample_truncated(self, logits_RV: torch.Tensor, rows: TruncatedRows, draws: TruncatedDraws) -> None:
         draw_truncated(logits_RV, rows, draws)
+
+
+def _prefixes(rows: DecodeRows) -> dict[int, tuple[int, int]]:
+    """For each row that shares one: the first row of its piece, and the length of the prefix."""
+    shared = rows.shared
+    if shared is None:
+        return {}
+    bounds = shared.starts[: int(shared.num_pieces) + 1].tolist()
+    pieces = [shared.members[a:b].tolist() for a, b in pairwise(bounds)]
+    return {row: (piece[0], int(shared.begins[piece[0]])) for piece in pieces for row in piece}
 
 
 def _collected(pool_BSW: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:

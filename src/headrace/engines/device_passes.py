@@ -60,11 +60,17 @@ class DevicePasses:
             to_pinned(adapters.copy(), self.state.device), non_blocking=True
         )
 
+    @property
+    def sharing_pays_tokens(self) -> int:
+        """Key-value rows a pass must be spared for shared prompts to be worth reading apart."""
+        pool_BSW = self.state.pools[0]
+        return -(-self._kernels.sharing_pays_bytes // (pool_BSW.shape[2] * pool_BSW.itemsize))
+
     def decode(self, batch: DecodeBatch) -> None:
         """Compute the batch's rows and draw; the first ``batch.size`` rows of the first set are written."""
         state = self.state
         state.tables.view(-1).index_copy_(0, batch.cells, batch.blocks)
-        rows = DecodeRows(state.tables, batch.slots, batch.lengths)
+        rows = DecodeRows(state.tables, batch.slots, batch.lengths, batch.shared)
         passing = PoolAttending(state, self._kernels, batch.places, rows)
         logits_RV = self._model.logits(
             state.last_token[batch.slots],

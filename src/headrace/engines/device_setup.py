@@ -1,8 +1,8 @@
 """Before the first request: does the device path compute this model, and how much room is there for it?
 
-In: a model and the sizes asked for. Out: passes over memory of the right size, once two chunks and one decoding
-row over shuffled blocks have agreed with a plain forward of the same model. Memory that the largest passes do
-not need goes to keys and values.
+In: a model and the sizes asked for. Out: passes over memory of the right size, once two chunks and two decoding
+rows over shuffled blocks, one of them with a shared prompt, have agreed with a plain forward of the same
+model. Memory that the largest passes do not need goes to keys and values.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from headrace.engines.device_model import DeviceModel, LayerShape
 from headrace.engines.device_passes import DevicePasses, Piece
 from headrace.engines.device_state import DeviceState, block_bytes
 from headrace.engines.sequences import SlotTable, new_sequence
+from headrace.engines.shared_prompts import SharedPromptFinder
 from headrace.errors import ConfigError
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.lora import LoraSpec
@@ -118,26 +119,32 @@ def _kernels(model: DeviceModel, max_running: int, context: int, device: torch.d
 
 
 def check_passes(passes: DevicePasses, token_ids: np.ndarray) -> torch.Tensor:
-    """float32 [T, V]: logits of all tokens, computed in two chunks and one decoding row."""
+    """float32 [T, V]: logits of all tokens, computed in two chunks, one decoding row, and one that reads its
+    prompt together with a row just like it."""
     state, length = passes.state, len(token_ids)
-    table = SlotTable(1, state.block_size)
+    table = SlotTable(2, state.block_size)
     request = Request(
         id="check", prompt_ids=token_ids.astype(np.int32), sampling=Sampling(max_tokens=1), seed=0
     )
-    table.place(new_sequence(request, length + 1))
     num_blocks = -(-length // state.block_size)
-    table.blocks[0, :num_blocks] = np.arange(num_blocks, 0, -1)
+    for _ in range(2):
+        sequence = new_sequence(request, length + 1)
+        table.place(sequence)
+        table.blocks[sequence.slot, :num_blocks] = np.arange(num_blocks, 0, -1)
+    state.tables[:2, :num_blocks] = torch.from_numpy(table.blocks[:, :num_blocks]).to(state.tables)
     cut = length // 2
-    chunks = [
+    logits = [
         passes.all_logits([Piece(0, a, token_ids[a:b], table.blocks[0])]).clone()
-        for a, b in ((0, cut), (cut, length - 1))
+        for a, b in ((0, cut), (cut, length - 2))
     ]
-    table.computed[0] = length - 1
-    state.last_token[0] = int(token_ids[-1])
-    batch = DecodeBatch(2, state.device)
-    batch.fill(table, np.array([0]), state)
-    passes.decode(batch)
-    return torch.cat((*chunks, passes.logits[:1]))
+    for at, slots in ((length - 2, np.array([0])), (length - 1, np.array([0, 1]))):
+        table.computed[slots] = at
+        state.last_token[slots] = int(token_ids[at])
+        batch = DecodeBatch(2, state.device, sharing=len(slots) > 1)
+        batch.fill(table, slots, state, SharedPromptFinder().find(table, slots))
+        passes.decode(batch)
+        logits.append(passes.logits[:1].clone())
+    return torch.cat(logits)
 
 
 def _blocks_that_fit(passes: DevicePasses, layers: Sequence[LayerShape], limits: DeviceLimits) -> int:
@@ -156,7 +163,7 @@ def _blocks_that_fit(passes: DevicePasses, layers: Sequence[LayerShape], limits:
     torch.cuda.reset_peak_memory_stats(state.device)
     before = torch.cuda.memory_allocated(state.device)
     passes.prefill(pieces, range(len(pieces)))
-    passes.decode(DecodeBatch(max(2, limits.max_running), state.device))
+    passes.decode(DecodeBatch(max(2, limits.max_running), state.device, sharing=True))
     torch.cuda.synchronize(state.device)
     needed = torch.cuda.max_memory_allocated(state.device) - before
     torch.cuda.empty_cache()

@@ -2,7 +2,8 @@
 
 Program (head k, span s, row b) attends the G query heads of key-value head k to one span of the rows that b sees.
 How many spans are really used depends on the row's length: a short row is one span, written straight to the
-output. Otherwise each span leaves a partial result, and ``join_kernel`` makes the output of them.
+output. Otherwise each span leaves a partial result, and ``join_kernel`` makes the output of them. With SHARED a
+row's spans begin behind its shared prefix, and the first goes on from what ``prefix_kernel`` left of that.
 
 Shape legend: G query heads of a key-value head, P the same padded to a power of two, N key-value rows of a
 tile, D key head dim, E value head dim, C spans.
@@ -15,18 +16,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.kernels.pool import accumulate, load_heads, row_offsets, score
+from headrace.kernels.pool import attend_rows
+from headrace.kernels.prefix import joined, part_state, rows_of_part
 
 
 @triton.jit
-def spans_of(length, WINDOW: tl.constexpr, SPANS: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr):
-    """The first key-value row a query of this length sees, the rows of a span, and the number of spans used."""
-    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
-    span_rows = tl.maximum(tl.cdiv(length - first, SPANS * TILE) * TILE, MIN_SPAN)
+def spans_of(
+    length,
+    prefix,
+    num_spans,
+    WINDOW: tl.constexpr,
+    MIN_SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The first key-value row of a query of this length that is read here, the rows of a span, and the number of
+    spans used."""
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else prefix
+    span_rows = tl.maximum(tl.cdiv(length - first, num_spans * TILE) * TILE, MIN_SPAN)
     return first, span_rows, tl.maximum(tl.cdiv(length - first, span_rows), 1)
 
 
-@triton.jit
+# A number that is one, or a multiple of sixteen, would otherwise be a kernel of its own.
+@triton.jit(do_not_specialize=["num_parts"])
 def decode_kernel(
     query,
     pool,
@@ -36,6 +47,10 @@ def decode_kernel(
     out,
     partial_sums,
     partial_stats,
+    begins,
+    prefix_sums,
+    prefix_stats,
+    num_parts,
     scale,
     query_stride_b,
     query_stride_h,
@@ -53,14 +68,16 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     EXACT: tl.constexpr,
-    SPANS: tl.constexpr,
+    SHARED: tl.constexpr,
     MIN_SPAN: tl.constexpr,
     TILE: tl.constexpr,
 ):
     head, span, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_spans = tl.num_programs(1)
     length = tl.load(lengths + row)
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
-    first, span_rows, num_used = spans_of(length, WINDOW, SPANS, MIN_SPAN, TILE)
+    prefix = tl.load(begins + row) if SHARED else length * 0
+    first, span_rows, num_used = spans_of(length, prefix, num_spans, WINDOW, MIN_SPAN, TILE)
     if span >= num_used:
         return
 
@@ -70,21 +87,24 @@ def decode_kernel(
     query_PD = tl.load(query_at, mask=(heads_P < G)[:, None] & (dims_D < D)[None, :], other=0.0)
     begin = first + span * span_rows
     end = tl.minimum(begin + span_rows, length)
+    line_P, seen = row * K * G + head * G + heads_P, tl.where(span == 0, prefix, 0)
+    if SHARED:
+        # Asked for here and used behind the loop, which hides the wait; most prefixes are one part.
+        known = part_state(
+            0, num_parts, line_P, (heads_P < G) & (seen > 0), prefix_sums, prefix_stats, E, E_PAD
+        )
     top_P = tl.full([P], float("-inf"), tl.float32)
     total_P = tl.zeros([P], tl.float32)
     sum_PE = tl.zeros([P, E_PAD], tl.float32)
-    tokens_N = begin + tl.arange(0, TILE)
-    offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, K * (D + E))
-    for _ in range(begin, end, TILE):
-        visible_N = tokens_N < end
-        key_ND = load_heads(pool + head * D, offsets_N, visible_N, D, D_PAD)
-        value_NE = load_heads(pool + K * D + head * E, offsets_N, visible_N, E, E_PAD)
-        scores_PN = score(query_PD, key_ND, scale, SOFTCAP, EXACT)
-        scores_PN = tl.where(visible_N[None, :], scores_PN, float("-inf"))
-        top_P, total_P, sum_PE = accumulate(scores_PN, value_NE, top_P, total_P, sum_PE, EXACT)
-        # One tile ahead, so that the pipeline need not wait for a table before it asks for rows.
-        tokens_N += TILE
-        offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, K * (D + E))
+    top_P, total_P, sum_PE = attend_rows(
+        query_PD, pool, table, head, begin, end, top_P, total_P, sum_PE, scale,
+        K, D, D_PAD, E, E_PAD, S, SOFTCAP, EXACT, TILE,
+    )  # fmt: skip
+    if SHARED:
+        top_P, total_P, sum_PE = joined(top_P, total_P, sum_PE, known[0], known[1], known[2])
+        for part in range(1, tl.cdiv(seen, tl.maximum(rows_of_part(prefix, num_parts), 1))):
+            more = part_state(part, num_parts, line_P, heads_P < G, prefix_sums, prefix_stats, E, E_PAD)
+            top_P, total_P, sum_PE = joined(top_P, total_P, sum_PE, more[0], more[1], more[2])
 
     dims_E = tl.arange(0, E_PAD)
     written_PE = (heads_P < G)[:, None] & (dims_E < E)[None, :]
@@ -93,35 +113,40 @@ def decode_kernel(
         # A padding row has seen nothing: its sum is zero and so is what is written.
         tl.store(out_at, sum_PE / tl.where(total_P > 0.0, total_P, 1.0)[:, None], mask=written_PE)
         return
-    slot_P = (row * K * G + head * G + heads_P) * SPANS + span
+    slot_P = line_P * num_spans + span
     tl.store(partial_sums + slot_P[:, None] * E + dims_E[None, :], sum_PE, mask=written_PE)
     tl.store(partial_stats + slot_P * 2, top_P, mask=heads_P < G)
     tl.store(partial_stats + slot_P * 2 + 1, total_P, mask=heads_P < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_spans"])
 def join_kernel(
     lengths,
+    begins,
     out,
     partial_sums,
     partial_stats,
     out_stride_b,
     out_stride_h,
+    num_spans,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPANS: tl.constexpr,
+    SHARED: tl.constexpr,
+    MAX_SPANS: tl.constexpr,
     MIN_SPAN: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One query head of one row from its spans."""
     head, row = tl.program_id(0), tl.program_id(1)
-    spans_C, dims_E = tl.arange(0, SPANS), tl.arange(0, E_PAD)
-    _, _, num_used = spans_of(tl.load(lengths + row), WINDOW, SPANS, MIN_SPAN, TILE)
+    spans_C, dims_E = tl.arange(0, MAX_SPANS), tl.arange(0, E_PAD)
+    length = tl.load(lengths + row)
+    prefix = tl.load(begins + row) if SHARED else length * 0
+    _, _, num_used = spans_of(length, prefix, num_spans, WINDOW, MIN_SPAN, TILE)
     if num_used == 1:
         return
     used_C = spans_C < num_used
-    slot_C = (row * tl.num_programs(0) + head) * SPANS + spans_C
+    slot_C = (row * tl.num_programs(0) + head) * num_spans + spans_C
     top_C = tl.load(partial_stats + slot_C * 2, mask=used_C, other=float("-inf"))
     total_C = tl.load(partial_stats + slot_C * 2 + 1, mask=used_C, other=0.0)
     sum_at = partial_sums + slot_C[:, None] * E + dims_E[None, :]

@@ -2,7 +2,7 @@
 
 A pool is [blocks, S, W]; a row of it holds the K keys of a token (K x D), then its K values (K x E).
 
-Shape legend: N key-value rows of a tile, M query rows of a tile, D key or value head dim.
+Shape legend: N key-value rows of a tile, M query rows of a tile, D key or value head dim, E value head dim.
 """
 
 # mypy: allow-incomplete-defs
@@ -64,3 +64,41 @@ def accumulate(scores_MN, value_NE, top_M, total_M, sum_ME, EXACT: tl.constexpr)
     total_M = total_M * rescale_M + tl.sum(weights_MN, axis=1)
     sum_ME = sum_ME * rescale_M[:, None] + product(weights_MN.to(value_NE.dtype), value_NE, EXACT)
     return new_top_M, total_M, sum_ME
+
+
+@triton.jit
+def attend_rows(
+    query_MD,
+    pool,
+    table,
+    head,
+    begin,
+    end,
+    top_M,
+    total_M,
+    sum_ME,
+    scale,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    S: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    EXACT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A running softmax taken on over rows [begin, end) of a table, all of which all queries see."""
+    tokens_N = begin + tl.arange(0, TILE)
+    offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, K * (D + E))
+    for _ in range(begin, end, TILE):
+        visible_N = tokens_N < end
+        key_ND = load_heads(pool + head * D, offsets_N, visible_N, D, D_PAD)
+        value_NE = load_heads(pool + K * D + head * E, offsets_N, visible_N, E, E_PAD)
+        scores_MN = score(query_MD, key_ND, scale, SOFTCAP, EXACT)
+        scores_MN = tl.where(visible_N[None, :], scores_MN, float("-inf"))
+        top_M, total_M, sum_ME = accumulate(scores_MN, value_NE, top_M, total_M, sum_ME, EXACT)
+        # One tile ahead, so that the pipeline need not wait for a table before it asks for rows.
+        tokens_N += TILE
+        offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, K * (D + E))
+    return top_M, total_M, sum_ME

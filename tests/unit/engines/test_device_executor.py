@@ -8,12 +8,27 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.engines.decode_batches import bucket_sizes
+from headrace.engines.decode_batches import bucket_sizes, quickest
+from headrace.engines.device_executor import DeviceExecutor
+from headrace.engines.torch_engine import TorchEngine
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.models.tensors import to_blobs
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 
 LENGTHS = (3, 40, 17, 90, 1, 33, 65, 12)
+
+
+@pytest.fixture
+def make_executor(tiny_checkpoint):
+    def build(checkpoint=tiny_checkpoint, **settings):
+        given = {"max_running": 12, "block_size": 16, "kv_tokens": 2048, "prefill_tokens": 512, **settings}
+        return DeviceExecutor(load_model(checkpoint), compiled=False, **given)
+
+    return build
+
+
+def engine_of(executor, prefill_tokens=512):
+    return TorchEngine(executor, ledger=TimeLedger(ENGINE_ACTIVITIES), prefill_tokens=prefill_tokens)
 
 
 @pytest.fixture
@@ -45,19 +60,50 @@ def test_tokens_are_those_of_the_plain_executor(make_engine, make_device_engine,
     assert (engine.counters()["preemptions"] > 0) == ("kv_tokens" in settings)
 
 
-def test_a_pass_over_the_middle_of_a_prompt_draws_nothing(
-    make_engine, make_device_engine, run_engine, make_request
-):
-    request = make_request("long", prompt=90)
-    expected = run_engine(make_engine(), request)["long"]
-    agree(run_engine(make_device_engine(prefill_tokens=16), request)["long"], expected)
-
-
 def test_a_group_computes_its_prompt_once(make_device_engine, run_engine, make_request):
     group = [make_request(f"g{i}", prompt=np.arange(50) % 61, seed=i) for i in range(6)]
     engine = make_device_engine()
     run_engine(engine, *group)
     assert engine.counters()["cache_hit_tokens"] == 5 * 48
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_running": 7}, {"kv_tokens": 320}, {"prefill_tokens": 20}],
+    ids=["plain", "slots change hands", "preempted", "members start one by one"],
+)
+def test_members_that_read_their_prompt_together_draw_as_if_alone(
+    make_engine, make_executor, run_engine, make_request, settings
+):
+    """Members finish at different times; their prompts are 40 to 70 tokens, of which full blocks are shared."""
+    prompts = [np.random.default_rng(n).integers(0, 61, n) for n in (40, 64, 70)]
+    members = [
+        make_request(f"g{n}m{i}", prompt=prompt, max_tokens=6 + 5 * i, stop_ids=(7,))
+        for n, prompt in enumerate(prompts)
+        for i in range(5)
+    ]
+    expected = run_engine(make_engine(), *members)
+    executor = make_executor(**settings)
+    engine = engine_of(executor, settings.get("prefill_tokens", 512))
+    got = run_engine(engine, *members)
+    for name, completion in expected.items():
+        agree(got[name], completion)
+    assert executor.num_tokens_shared > 1000
+    assert (engine.counters()["preemptions"] > 0) == ("kv_tokens" in settings)
+
+
+def test_rows_with_nothing_in_common_share_nothing(make_executor, run_engine, crowd):
+    executor = make_executor()
+    run_engine(engine_of(executor), *crowd)
+    assert executor.num_tokens_shared == 0
+
+
+def test_a_pass_over_the_middle_of_a_prompt_draws_nothing(
+    make_engine, make_device_engine, run_engine, make_request
+):
+    request = make_request("long", prompt=70)
+    got = run_engine(make_device_engine(prefill_tokens=20), request)["long"]
+    agree(got, run_engine(make_engine(), request)["long"])
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3"])
@@ -70,6 +116,7 @@ def test_families_agree_with_the_plain_executor(
         tmp_path, family=family, vocab_size=61, num_kv_heads=2, init_std=0.12, tie_embeddings=False
     )
     crowd = [make_request(f"f{i}", prompt=n, max_tokens=12) for i, n in enumerate((5, 60, 33))]
+    crowd.append(make_request("f3", prompt=crowd[1].prompt_ids, max_tokens=20))
     plain = torch_engine(load_model(tmp_path), ledger=TimeLedger(ENGINE_ACTIVITIES))
     expected, got = run_engine(plain, *crowd), run_engine(make_device_engine(tmp_path), *crowd)
     for name, completion in expected.items():
@@ -112,3 +159,19 @@ def test_buckets_reach_the_most_and_waste_at_most_a_third():
         sizes = bucket_sizes(most)
         assert sizes[-1] == max(2, most) and sizes == sorted(set(sizes))
         assert all(b <= max(2 * a, 16) and (a < 16 or b <= 1.5 * a) for a, b in pairwise(sizes))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "used"),
+    [
+        ([1.0], [0]),
+        ([1.0, 2.0, 3.0], [0, 1, 2]),
+        ([1.0, 3.0, 2.0, 4.0], [0, 2, 2, 3]),
+        ([5.0, 4.0, 3.0, 2.0], [3, 3, 3, 3]),
+        ([1.0, 5.0, 4.0, 3.0, 9.0], [0, 3, 3, 3, 4]),
+        ([2.0, 1.99], [0, 1]),
+    ],
+    ids=["one", "rising", "one too slow", "falling", "several", "within the noise"],
+)
+def test_a_bucket_gives_way_to_a_larger_one_that_is_clearly_quicker(seconds, used):
+    assert quickest(seconds) == used

@@ -106,3 +106,13 @@ def attend(
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     """NaN when the output has one, so that no comparison passes."""
     return float((out.cpu().double() - expected).norm() / expected.norm())
+
+
+def share_prefix(cache: Cache, heads: Heads, sequences: list[int], length: int) -> None:
+    """The first rows of all these sequences become those of the first. Where the others had them in their tables
+    there is block 0, full of NaN: nobody may look there."""
+    leader, *others = sequences
+    for sequence in others:
+        cache.tables[sequence, : length // heads.block_size] = 0
+        cache.keys[sequence][:length] = cache.keys[leader][:length]
+        cache.values[sequence][:length] = cache.values[leader][:length]

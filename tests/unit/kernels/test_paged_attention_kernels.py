@@ -8,12 +8,8 @@ from kernel_cases import DEVICE, HALF, TOLERANCE, Heads, attend, make_cache, rel
 
 require_kernels()
 
-from headrace.kernels.paged_attention import (  # noqa: E402
-    decode_attention,
-    decode_workspace,
-    prefill_attention,
-    write_rows,
-)
+from headrace.kernels.decode_attention import decode_attention, decode_workspace  # noqa: E402
+from headrace.kernels.paged_attention import prefill_attention, write_rows  # noqa: E402
 
 FP32 = torch.float32
 

@@ -1,0 +1,223 @@
+"""Decode attention over key-value rows kept in blocks: one query row a sequence, as launches a CUDA graph can hold.
+
+In: queries of a pass, the pool of one layer, block tables and how many rows each query sees, all on the device.
+Out: written into a tensor the caller owns. Grids depend on shapes and static limits alone.
+
+Rows that share a prefix may have it read once for all of them: a first kernel attends them to the prefix
+together and leaves what it found in the workspace, where the decode kernel takes it up.
+
+Shape legend: B decode rows or blocks, H query heads, K key-value heads, G = H / K, D key head dim, E value head
+dim, S rows of a block, W = K * (D + E).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from headrace.kernels.decode import decode_kernel, join_kernel
+from headrace.kernels.paged_attention import prefill_shape
+from headrace.kernels.prefix import PART_STEP, prefix_kernel
+from headrace.kernels.shared_prefixes import MAX_MEMBERS, SharedPrefixes
+
+_MAX_SPANS = 32
+_MIN_SPAN = 256
+"""Key-value rows below which a span is not worth a program of its own."""
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+_PREFIX_STATES = 512
+"""Rows times parts of a prefix: with 8 rows a piece, about as many programs a key-value head as fill the chip."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Where the spans of a decode pass leave their partial results; one serves every layer of a stream."""
+
+    max_length: int
+    """The longest sequence a row may have."""
+    num_programs: int
+    """How many programs fill the chip."""
+    sums: torch.Tensor
+    stats: torch.Tensor
+    num_prefix_states: int
+    prefix_sums: torch.Tensor
+    prefix_stats: torch.Tensor
+
+    def num_spans(self, num_pairs: int) -> int:
+        """Spans a row is split into at most, for this many pairs of a row and a key-value head; a power of two,
+        so that few kernels are compiled. Nearly enough pairs are still halved, since lengths differ."""
+        if num_pairs >= self.num_programs:
+            return 1
+        wanted = max(2, triton.next_power_of_2(self.num_programs // num_pairs))
+        return min(wanted, _MAX_SPANS, triton.next_power_of_2(triton.cdiv(self.max_length, _MIN_SPAN)))
+
+    def num_prefix_parts(self, num_rows: int) -> int:
+        """Parts a shared prefix is split into at most, in a pass of this many rows."""
+        longest = triton.cdiv(self.max_length, PART_STEP.value)
+        return min(_MAX_SPANS, self.num_prefix_states // num_rows, longest)
+
+
+def decode_workspace(
+    max_rows: int, num_heads: int, value_dim: int, max_length: int, device: torch.device
+) -> DecodeWorkspace:
+    num_multiprocessors = 8
+    if device.type == "cuda":
+        num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_programs = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
+    # ``num_spans`` makes at most twice as many programs as fill the chip.
+    num_slots = min(2 * num_programs, max_rows * _MAX_SPANS)
+    num_prefix_states = max(_PREFIX_STATES, max_rows)
+
+    def floats(count: int) -> torch.Tensor:
+        return torch.empty(count * num_heads, dtype=torch.float32, device=device)
+
+    return DecodeWorkspace(
+        max_length=max_length,
+        num_programs=num_programs,
+        sums=floats(num_slots * value_dim),
+        stats=floats(num_slots * 2),
+        num_prefix_states=num_prefix_states,
+        prefix_sums=floats(num_prefix_states * value_dim),
+        prefix_stats=floats(num_prefix_states * 2),
+    )
+
+
+def decode_attention(
+    query_BHD: torch.Tensor,
+    pool_BSW: torch.Tensor,
+    tables: torch.Tensor,
+    table_rows_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    value_dim: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    shared: SharedPrefixes | None = None,
+    out_BHE: torch.Tensor,
+    workspace: DecodeWorkspace,
+) -> None:
+    """One query row a sequence. ``tables`` (int32 [slots, blocks]) is read at ``table_rows_B``;
+    ``lengths_B`` (int32) counts the key-value rows a query sees, 0 for a padding row, which gets zeros. Prefixes
+    that are ``shared`` are read once a piece, unless a window makes them short anyway."""
+    num_rows, num_heads, key_dim = query_BHD.shape
+    num_kv_heads = pool_BSW.shape[2] // (key_dim + value_dim)
+    num_spans = workspace.num_spans(num_rows * num_kv_heads)
+    group = num_heads // num_kv_heads
+    shared = None if window else shared
+    tile, num_warps, num_stages = _decode_shape(key_dim, pool_BSW.dtype, num_spans, shared is not None)
+    values = {"E": value_dim, "E_PAD": triton.next_power_of_2(value_dim)}
+    spans = {"WINDOW": window or 0, "SHARED": shared is not None, "MIN_SPAN": _MIN_SPAN}
+    heads = {
+        "K": num_kv_heads,
+        "G": group,
+        "D": key_dim,
+        "D_PAD": triton.next_power_of_2(key_dim),
+        "S": pool_BSW.shape[1],
+        "SOFTCAP": softcap or 0.0,
+        "EXACT": pool_BSW.dtype == torch.float32,
+    }
+    if shared is not None:
+        _attend_prefixes(query_BHD, pool_BSW, tables, table_rows_B, shared, scale, workspace, heads | values)
+    begins_B = lengths_B if shared is None else shared.begins
+    decode_kernel[(num_kv_heads, num_spans, num_rows)](
+        query_BHD,
+        pool_BSW,
+        tables,
+        table_rows_B,
+        lengths_B,
+        out_BHE,
+        workspace.sums,
+        workspace.stats,
+        begins_B,
+        workspace.prefix_sums,
+        workspace.prefix_stats,
+        workspace.num_prefix_parts(num_rows),
+        scale,
+        query_BHD.stride(0),
+        query_BHD.stride(1),
+        out_BHE.stride(0),
+        out_BHE.stride(1),
+        tables.stride(0),
+        P=max(16, triton.next_power_of_2(group)),
+        TILE=tile,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **heads,
+        **values,
+        **spans,
+    )
+    if num_spans > 1:
+        join_kernel[(num_heads, num_rows)](
+            lengths_B,
+            begins_B,
+            out_BHE,
+            workspace.sums,
+            workspace.stats,
+            out_BHE.stride(0),
+            out_BHE.stride(1),
+            num_spans,
+            MAX_SPANS=_MAX_SPANS,
+            TILE=tile,
+            num_warps=4,
+            **values,
+            **spans,
+        )
+
+
+def _attend_prefixes(
+    query_BHD: torch.Tensor,
+    pool_BSW: torch.Tensor,
+    tables: torch.Tensor,
+    table_rows_B: torch.Tensor,
+    shared: SharedPrefixes,
+    scale: float,
+    workspace: DecodeWorkspace,
+    heads: dict[str, Any],
+) -> None:
+    """Leave in the workspace what the rows of each piece find in the prefix they share."""
+    num_rows, most_lines = query_BHD.shape[0], MAX_MEMBERS * heads["G"]
+    most_rows, tile, num_warps, num_stages = prefill_shape(heads["D"], pool_BSW.dtype)
+    lines = min(most_rows, max(16, triton.next_power_of_2(most_lines)))
+    # Programs for full pieces; where there are more, smaller ones, each takes several.
+    grid = (
+        heads["K"] * triton.cdiv(most_lines, lines),
+        workspace.num_prefix_parts(num_rows),
+        triton.cdiv(num_rows, MAX_MEMBERS),
+    )
+    prefix_kernel[grid](
+        query_BHD,
+        pool_BSW,
+        tables,
+        table_rows_B,
+        shared.begins,
+        shared.members,
+        shared.starts,
+        shared.num_pieces,
+        workspace.prefix_sums,
+        workspace.prefix_stats,
+        scale,
+        query_BHD.stride(0),
+        query_BHD.stride(1),
+        tables.stride(0),
+        M=lines,
+        TILE=tile,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **heads,
+    )
+
+
+def _decode_shape(key_dim: int, dtype: torch.dtype, num_spans: int, is_shared: bool) -> tuple[int, int, int]:
+    """Key-value rows of a tile, warps, pipeline stages. Many programs share a multiprocessor and hide each other's
+    waits, so they are small; few must each ask for much ahead. With the prefix read elsewhere there is little left for
+    each, and the smallest do best. Chosen by timing on an H200."""
+    if dtype == torch.float32 or key_dim > 128:
+        return 32, 4, 2
+    if is_shared:
+        return 32, 2, 3
+    if key_dim <= 64:
+        return (64, 2, 2) if num_spans <= 2 else (128, 4, 2)
+    return (64, 4, 2) if num_spans <= 2 else (64, 4, 3)

@@ -1,0 +1,141 @@
+"""Decode attention that reads shared prefixes once, against float64, with NaN in every row nobody may read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import (
+    DEVICE,
+    HALF,
+    TOLERANCE,
+    Heads,
+    attend,
+    make_cache,
+    relative_error,
+    require_kernels,
+    share_prefix,
+)
+
+require_kernels()
+
+from headrace.kernels.decode_attention import decode_attention, decode_workspace  # noqa: E402
+from headrace.kernels.shared_prefixes import SharedPrefixes  # noqa: E402
+
+FP32 = torch.float32
+
+
+def shared_prefixes(num_rows, pieces):
+    """``pieces``: pairs of rows of the pass and of the length of their prefix."""
+    begins = torch.zeros(num_rows, dtype=torch.int32)
+    members = torch.full((num_rows,), num_rows, dtype=torch.int32)
+    starts = torch.zeros(num_rows // 2 + 1, dtype=torch.int32)
+    at = 0
+    for i, (rows, prefix) in enumerate(pieces):
+        begins[rows] = prefix
+        members[at : at + len(rows)] = torch.tensor(rows, dtype=torch.int32)
+        at += len(rows)
+        starts[i + 1] = at
+    num_pieces = torch.tensor([len(pieces)], dtype=torch.int32)
+    return SharedPrefixes(*(tensor.to(DEVICE) for tensor in (begins, members, starts, num_pieces)))
+
+
+def decode(heads, lengths, pieces, *, seed=0, workspace=None, **options):
+    """Relative error of a pass over sequences of these lengths (0: a padding row), of which each piece (sequences,
+    prefix) shares a prefix. Rows come in a random order."""
+    generator = torch.Generator().manual_seed(seed)
+    cache = make_cache(heads, [max(length, 1) for length in lengths], generator)
+    if not options.get("window"):
+        for sequences, prefix in pieces:
+            share_prefix(cache, heads, sequences, prefix)
+    order = torch.randperm(len(lengths), generator=generator)
+    row_of = torch.argsort(order).tolist()
+    query = torch.randn((len(lengths), heads.num, heads.key_dim), generator=generator).to(heads.dtype)
+    out = torch.full(
+        (len(lengths), heads.num, heads.value_dim), float("nan"), dtype=heads.dtype, device=DEVICE
+    )
+    workspace = workspace or decode_workspace(len(lengths), heads.num, heads.value_dim, max(lengths), DEVICE)
+    scale = heads.key_dim**-0.5
+    decode_attention(
+        query.to(DEVICE),
+        cache.pool_BSW,
+        cache.tables,
+        order.to(DEVICE),
+        torch.tensor(lengths, dtype=torch.int32)[order].to(DEVICE),
+        value_dim=heads.value_dim,
+        scale=scale,
+        shared=shared_prefixes(len(lengths), [([row_of[s] for s in piece], n) for piece, n in pieces]),
+        out_BHE=out,
+        workspace=workspace,
+        **options,
+    )
+    expected = torch.zeros(out.shape, dtype=torch.float64)
+    for row, sequence in enumerate(order.tolist()):
+        if length := lengths[sequence]:
+            key, value = cache.keys[sequence], cache.values[sequence]
+            expected[row] = attend(query[row : row + 1], key, value, length - 1, scale=scale, **options)[0]
+    return relative_error(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "pieces"),
+    [
+        pytest.param(
+            Heads(14, 2, 64, 64),
+            [49, 70, 300, 0, 33, 17, 40, 0, 90],
+            [([0, 1, 2], 48), ([4, 6], 16)],
+            id="different lengths, with rows of no piece and padding",
+        ),
+        pytest.param(
+            Heads(28, 4, 128, 128, HALF), [113 + 9 * i for i in range(8)], [(list(range(8)), 112)], id="a full piece"
+        ),
+        pytest.param(
+            Heads(7, 1, 64, 64, HALF),
+            [200 + i for i in range(19)],
+            [(list(range(8)), 192), (list(range(8, 16)), 192), ([16, 17, 18], 192)],
+            id="a group of 19",
+        ),
+        pytest.param(
+            Heads(4, 4, 128, 128),
+            [81, 95, 100, 129],
+            [([0, 1], 80), ([2, 3], 96)],
+            id="one query head a key-value head",
+        ),
+        pytest.param(
+            Heads(7, 1, 32, 32), [1000, 901, 931, 70], [([0, 1, 2], 896)], id="a long prefix in several parts"
+        ),
+        pytest.param(Heads(32, 2, 16, 16), [40] * 8, [(list(range(8)), 32)], id="more lines than a tile has"),
+        pytest.param(
+            Heads(6, 1, 96, 64, HALF, block_size=32), [65, 400, 72], [([0, 2, 1], 64)], id="unequal head dims"
+        ),
+        pytest.param(
+            Heads(2, 1, 16, 16),
+            [17 + i for i in range(18)],
+            [([2 * i, 2 * i + 1], 16) for i in range(9)],
+            id="many small pieces",
+        ),
+        pytest.param(Heads(7, 1, 32, 32), [20, 300], [], id="no piece at all"),
+    ],
+)  # fmt: skip
+def test_rows_with_a_shared_prefix_match_float64(heads, lengths, pieces):
+    assert decode(heads, lengths, pieces) < TOLERANCE[heads.dtype]
+
+
+def test_a_soft_cap_holds_for_prefixes_too():
+    assert decode(Heads(7, 1, 64, 64), [50, 61, 70], [([0, 1, 2], 48)], softcap=1.5) < TOLERANCE[FP32]
+
+
+def test_a_layer_with_a_window_reads_every_row_for_itself():
+    assert decode(Heads(7, 1, 32, 32), [50, 61, 70], [([0, 1, 2], 48)], window=20) < TOLERANCE[FP32]
+
+
+def test_a_workspace_serves_one_pass_after_another():
+    heads = Heads(7, 1, 32, 32)
+    workspace = decode_workspace(8, heads.num, heads.value_dim, 1024, DEVICE)
+    passes = (
+        ([420, 400], [([0, 1], 384)]),
+        ([33, 0, 400, 60], [([0, 3], 32)]),
+        ([50] * 8, [([0, 1, 2], 48), ([3, 4, 5, 6, 7], 32)]),
+        ([300], []),
+    )
+    for seed, (lengths, pieces) in enumerate(passes):
+        assert decode(heads, lengths, pieces, seed=seed, workspace=workspace) < TOLERANCE[FP32]
