@@ -9,6 +9,7 @@ is a plain mapping, since it crossed a process boundary.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from headrace.envs.single_turn import SingleTurn
 from headrace.errors import ConfigError, ModelError, TaskError
 from headrace.launch.inline import InlineCluster
 from headrace.launch.local import LocalCluster, LocalLauncher, RoleSpec
-from headrace.protocols import Engine, Scorer, TaskSource, Trainer
+from headrace.protocols import Engine, Scorer, TaskSource, Trainer, WeightSender
 from headrace.runtime.plan import RunPlan
 from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.merged import MergedScorer
@@ -31,7 +32,7 @@ from headrace.scoring.resolve import function_name, resolve
 from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
 from headrace.types import Sampling
 from headrace.weights.segment_directory import create_segment_directory
-from headrace.weights.transports import TransportReceiver, weight_sender
+from headrace.weights.transports import Route, TransportReceiver, choose, weight_sender
 
 Reward = str | Callable[..., Any]
 
@@ -206,6 +207,17 @@ def dtype(settings: Settings) -> str:
     return settings.model.dtype
 
 
+def route(settings: Settings) -> Route:
+    """How weights reach the engines. All roles are on this machine and its one device."""
+    w = settings.weights
+    return choose(
+        w.transport,
+        w.bundle,
+        device=device(settings.model.device),
+        item_bytes=2 if dtype(settings) == "bfloat16" else 4,
+    )
+
+
 def check_packages(settings: Settings) -> None:
     """Raise for an optional package that the run will need and that is not there."""
     if settings.lora.rank and importlib.util.find_spec("peft") is None:
@@ -256,27 +268,24 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
 
 
 def trainer_role(told: Mapping[str, Any]) -> Trainer:
-    """A trainer with the model's own weights, or warm-started ones where the run begins."""
+    """A trainer with the model's own weights, or warm-started ones where the run begins; ``rank``, where it is
+    told, makes it one of ``trainer.ranks``."""
     quieten()
-    from headrace.models.loading import load_model
     from headrace.trainers.driver import TrainerDriver
+    from headrace.trainers.ranks import ALONE
     from headrace.trainers.torch_trainer import TorchTrainer
 
     ledger = TimeLedger(TRAINER_ACTIVITIES)
     settings = from_dict(told["settings"])
-    adapter = lora(settings)
-    frozen = {} if adapter is None else {"dtype": dtype(settings)}
-    model = load_model(told["model"], device=device(settings.model.device), **frozen)
-    # What an adapter's checkpoint says it belongs to: a path that holds from anywhere, or the hub's name.
-    named = str(settings.model.path)
-    model.name_or_path = str(Path(named).absolute()) if Path(named).is_dir() else named
-    if settings.warm_start.examples is not None and told["fresh"]:
-        _warm_start(model, settings, Path(told["model"]))
-    t, a = settings.trainer, settings.algo
+    t, a, place = settings.trainer, settings.algo, device(settings.model.device)
+    ranks = ALONE if t.ranks == 1 and not t.offload else _join_ranks(told, settings, place)
     core = TorchTrainer(
-        model,
-        sender=weight_sender(model.device.type, Path(told["segments"])),
+        _trained_model(told, settings, first=ranks.is_first, device="cpu" if ranks.device else place),
+        sender=_sender(settings, told) if ranks.is_first else None,
         ledger=ledger,
+        ranks=ranks,
+        expert_ranks=t.expert_ranks,
+        offload=t.offload,
         tokenizer_dir=Path(told["model"]),
         loss=a.loss,
         aggregation=a.aggregation,
@@ -287,6 +296,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         tis_cap=a.tis_cap,
         kl=a.kl,
         kl_coef=a.kl_coef,
+        balance_coef=a.balance_coef,
         learning_rate=t.learning_rate,
         betas=t.betas,
         weight_decay=t.weight_decay,
@@ -294,14 +304,62 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         warmup_steps=t.warmup_steps,
         schedule=t.schedule,
         total_steps=settings.run.steps,
-        row_tokens=t.row_tokens or _ROW_TOKENS[model.device.type],
+        row_tokens=t.row_tokens or _ROW_TOKENS[place],
         minibatches=t.minibatches,
         on_nonfinite=t.on_nonfinite,
         compute_dtype="bf16" if dtype(settings) == "bfloat16" else "fp32",
         eager=settings.model.eager,
-        lora=adapter,
+        lora=lora(settings),
     )
-    return TrainerDriver(core, threaded=told["threaded"])
+    return TrainerDriver(core, threaded=told["threaded"], role=told.get("name", "trainer"))
+
+
+def _join_ranks(told: Mapping[str, Any], settings: Settings, place: str) -> Any:
+    import torch
+
+    from headrace.trainers.ranks import join_ranks
+
+    size = settings.trainer.ranks
+    if place == "cuda" and size > torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.ranks is {size}, but there are {torch.cuda.device_count()} GPUs: set it to at most that"
+        )
+    return join_ranks(
+        told.get("rank", 0),
+        size,
+        device=place,
+        meeting_point=Path(told["segments"]).parent / "ranks",
+        deadline_s=settings.run.stall_s,
+    )
+
+
+def _trained_model(told: Mapping[str, Any], settings: Settings, *, first: bool, device: str) -> Any:
+    """Ranks after the first are sent their weights by it."""
+    from headrace.models.loading import hollow_model, load_model
+
+    if not first:
+        return hollow_model(told["model"])
+    # What an adapter leaves alone is never trained, so it needs no float32 copy.
+    model = load_model(
+        told["model"], device=device, **({"dtype": dtype(settings)} if settings.lora.rank else {})
+    )
+    # What an adapter's checkpoint says it belongs to: a path that holds from anywhere, or the hub's name.
+    named = str(settings.model.path)
+    model.name_or_path = str(Path(named).absolute()) if Path(named).is_dir() else named
+    if settings.warm_start.examples is not None and told["fresh"]:
+        _warm_start(model, settings, Path(told["model"]))
+    return model
+
+
+def _sender(settings: Settings, told: Mapping[str, Any]) -> WeightSender:
+    return weight_sender(
+        route(settings),
+        segments=Path(told["segments"]),
+        folder=Path(told.get("folder", told["segments"])),
+        num_receivers=settings.engine.count,
+        # Before the engines' own deadline, which ends the run: a broadcast that failed can be made good.
+        deadline_s=settings.weights.deadline_s / 2,
+    )
 
 
 def quieten() -> None:
@@ -369,6 +427,7 @@ async def _start(
         "settings": settings.model_dump(mode="json", exclude_none=True),
         "model": str(model_directory(settings)),
         "segments": str(directory / "weights"),
+        "folder": str(run_dir / "weights"),
         "fresh": fresh,
     }
     engines = [{**told, "name": f"engine-{i}", "version": -1} for i in range(settings.engine.count)]
@@ -389,18 +448,31 @@ async def _start(
         )
         for e in engines
     ]
-    roles.append(
-        RoleSpec(
-            name="trainer",
-            kind="trainer",
-            factory="headrace.build:trainer_role",
-            settings={**told, "threaded": True},
-        )
-    )
+    roles += _trainer_roles(settings, told)
     if scoring:
         factory = "headrace.scoring.process:build_scorer"
         roles.append(RoleSpec(name="scorer", kind="scorer", factory=factory, settings=scoring))
     launcher = LocalLauncher(
-        roles, log_dir=run_dir / "logs", start_deadline_s=settings.run.stall_s, directory=directory
+        roles,
+        log_dir=run_dir / "logs",
+        start_deadline_s=settings.run.stall_s,
+        directory=directory,
+        num_minibatches=settings.trainer.minibatches,
     )
     return await launcher.spawn()
+
+
+def _trainer_roles(settings: Settings, told: Mapping[str, Any]) -> list[RoleSpec]:
+    """One process, or one for each rank. Ranks meet over this machine's own network interface."""
+    count = settings.trainer.ranks
+    names = ["trainer"] if count == 1 else [f"trainer-{rank}" for rank in range(count)]
+    return [
+        RoleSpec(
+            name=name,
+            kind="trainer",
+            factory="headrace.build:trainer_role",
+            settings={**told, "name": name, "rank": rank, "threaded": True},
+            env={"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")},
+        )
+        for rank, name in enumerate(names)
+    ]

@@ -110,6 +110,12 @@ def _model(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     )
 
 
+def _weights(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
+    route = build.route(settings)
+    detail = f"travel by {route.transport}: {route.why}; {route.bundle} bundles: {route.why_bundle}"
+    yield Finding(check="weights", verdict="ok", detail=detail)
+
+
 def _tasks(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     source = build.task_source(settings)
     facts["tasks"] = [source.task(i) for i in range(min(8, len(source)))]
@@ -209,6 +215,7 @@ def _as_episode(task: Task, text: str) -> Episode:
 
 _RUN_CHECKS = (
     ("model", _model),
+    ("weights", _weights),
     ("tasks", _tasks),
     ("reward", _rewards),
     ("engine", _agreement),

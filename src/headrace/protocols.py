@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headrace.types import (
+    BundleKind,
     Completion,
     Episode,
     InterruptMode,
@@ -22,6 +23,7 @@ from headrace.types import (
     StepResult,
     Task,
     TensorBlob,
+    TensorPatch,
     TrainBatch,
     Trajectory,
     Turn,
@@ -82,6 +84,11 @@ class Trainer(Protocol):
         """Copy the current weights out; the bytes stay valid until ``retire``."""
         ...
 
+    async def publish_whole(self) -> WeightManifest:
+        """A complete bundle of the weights as they are, for engines that could not take the last one. Its
+        version may be newer than the last that was published."""
+        ...
+
     async def retire(self, version: int) -> None:
         """No engine reads this version's bytes any more."""
         ...
@@ -139,7 +146,11 @@ class TaskSource(Protocol):
 class WeightSender(Protocol):
     """The trainer's end of a weight transport."""
 
-    def send(self, version: int, blobs: Iterable[TensorBlob]) -> WeightManifest: ...
+    def send(
+        self, version: int, blobs: Iterable[TensorBlob], *, kind: BundleKind | None = None
+    ) -> WeightManifest:
+        """Copy the tensors out for engines to read until ``retire``. ``kind`` None: as the sender finds best."""
+        ...
 
     def retire(self, version: int) -> None: ...
 
@@ -149,8 +160,11 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """An engine's end of a weight transport."""
 
-    def receive(self, manifest: WeightManifest) -> Iterator[TensorBlob]:
-        """The bundle's tensors, already verified whole against the digest before the first is yielded."""
+    def receive(
+        self, manifest: WeightManifest, base: Iterable[TensorBlob] = ()
+    ) -> Iterator[TensorBlob | TensorPatch]:
+        """The bundle's tensors, already verified whole against the digest before the first is yielded.
+        ``base`` is what the engine computes with, which a delta builds on; other bundles do not look at it."""
         ...
 
     def close(self) -> None: ...

@@ -8,7 +8,7 @@ never rebuilt from text, and behaviour log-probabilities are never recomputed. O
 standard library are used here, so that the control plane runs without torch.
 
 Shape legend: P prompt tokens, L sampled tokens, T = P + L tokens of a sample, R runs, N recorded
-rows, M mixture-of-experts layers, K experts a token, S kept-token ids over all rows.
+rows, M mixture-of-experts layers, K experts a token or elements that changed, S kept-token ids over all rows.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ DropReason = Literal["stale", "failed", "cancelled", "zero-variance", "over-leng
 
 InterruptMode = Literal["never", "drain", "abort", "block"]
 """What running requests do while weights arrive (see ``protocols.Engine.begin_update``)."""
+
+BundleKind = Literal["full", "adapter", "delta"]
+"""What an update carries: all weights, an adapter's, or what changed since another version."""
+
+TensorForm = Literal["dense", "sparse"]
+"""How bytes stand for a tensor: all its elements, or those that changed, as ``weights/delta`` writes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +257,20 @@ class TensorBlob:
     shape: tuple[int, ...]
     data: Any
     """uint8 [num_bytes], contiguous: a numpy array, or a torch tensor where the bytes are on a GPU."""
+    form: TensorForm = "dense"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPatch:
+    """The elements of a named tensor that an update changes; all others keep their bits."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    places: Any
+    """int64 [K], ascending positions in the flattened tensor: numpy, or torch where the tensor is on a GPU."""
+    bits: Any
+    """[K] of an integer as wide as an element: the new bits, on the same side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +282,7 @@ class TensorSlot:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    form: TensorForm = "dense"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,13 +292,16 @@ class WeightManifest:
     version: int
     base_version: int | None
     """The version a delta applies to; None: the bundle is complete."""
-    kind: Literal["full", "adapter", "delta"]
+    kind: BundleKind
     transport: str
     location: str
     """Where the transport finds the bytes (a path for mapped memory and files)."""
     num_bytes: int
     digest: str
+    """Of what travels."""
     slots: tuple[TensorSlot, ...]
+    result: str = ""
+    """Of all weights once a delta is applied; empty for other kinds."""
     policy: str = "policy"
     """Whose adapter it is; of no meaning for other kinds."""
 

@@ -26,11 +26,8 @@ from headrace.runtime.pipeline import Pipeline
 from headrace.runtime.plan import RunPlan
 from headrace.trainers.scripted import ScriptedTrainer
 from headrace.types import Episode, Sampling, Task, Trajectory
-from headrace.weights.shared_memory import (
-    SharedMemoryReceiver,
-    SharedMemorySender,
-    create_segment_directory,
-)
+from headrace.weights.shared_memory import SharedMemorySender, create_segment_directory
+from headrace.weights.transports import TransportReceiver
 
 GROUP_SIZE = 3
 GROUPS_PER_STEP = 2
@@ -45,7 +42,7 @@ def engine(settings: Mapping[str, Any]) -> ScriptedEngine:
     return ScriptedEngine(
         settings["name"],
         script=hashed_script(mean_tokens=12),
-        receiver=SharedMemoryReceiver(),
+        receiver=TransportReceiver(),
         token_s=0.001,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -80,8 +80,7 @@ def make_trainer(policy, directory):
         sender=SharedMemorySender(directory / policy.name),
         ledger=TimeLedger(TRAINER_ACTIVITIES),
         learning_rate=2e-2,
-        lora=policy.spec,
-        policy=policy.name,
+        lora=replace(policy.spec, policy=policy.name),
     )
     return TrainerDriver(core, threaded=False)
 

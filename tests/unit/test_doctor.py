@@ -24,6 +24,12 @@ def test_a_sound_run_passes_every_check(tmp_path):
     named = {finding.check: finding.detail for finding in findings}
     assert "gold answers earn 1.000, empty ones 0.000" in named["reward exact"]
     assert "engine and trainer differ by" in named["log-probabilities"]
+    assert named["weights"].startswith("travel by ")
+
+
+def test_a_transport_that_cannot_work_is_found(tmp_path):
+    findings = doctor.examine(good(tmp_path, **{"weights.transport": "cuda_ipc", "model.device": "cpu"}))
+    assert "weights.transport is cuda_ipc" in findings[-1].detail
 
 
 def constant(completions):

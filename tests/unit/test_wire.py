@@ -86,6 +86,13 @@ def examples() -> dict[str, Any]:
     )
     blob = types.TensorBlob(name="w", dtype="BF16", shape=(2, 1), data=np.arange(4, dtype=np.uint8))
     slot = types.TensorSlot(name="w", dtype="BF16", shape=(2, 1), offset=0, num_bytes=4)
+    patch = types.TensorPatch(
+        name="w",
+        dtype="BF16",
+        shape=(2, 1),
+        places=np.array([1], dtype=np.int64),
+        bits=np.array([7], dtype=np.uint16),
+    )
     manifest = types.WeightManifest(
         version=3,
         base_version=None,
@@ -101,7 +108,7 @@ def examples() -> dict[str, Any]:
     )
     made = (
         task, sampling, routing, mask, completion, request, turn, trajectory, episode, group, sample,
-        batch, result, blob, slot, manifest, status,
+        batch, result, blob, patch, slot, manifest, status,
     )  # fmt: skip
     return {type(value).__name__: value for value in made}
 

@@ -45,7 +45,7 @@ class Workload:
 class NoSender:
     """Weights go nowhere."""
 
-    def send(self, *_: Any) -> NoReturn:
+    def send(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError
 
     def retire(self, version: int) -> None: ...

@@ -75,6 +75,19 @@ def _batch(s: Settings) -> Iterator[str]:
         )
 
 
+def _ranks(s: Settings) -> Iterator[str]:
+    if s.trainer.ranks > 1 and s.run.launcher == "inline":
+        yield (
+            f"trainer.ranks is {s.trainer.ranks}, but run.launcher = inline runs everything in one process: set "
+            "run.launcher = local, or trainer.ranks = 1."
+        )
+    if s.trainer.ranks % s.trainer.expert_ranks:
+        yield (
+            f"trainer.expert_ranks is {s.trainer.expert_ranks}, which does not divide trainer.ranks = "
+            f"{s.trainer.ranks}: set it to a divisor of that, or to 1."
+        )
+
+
 def _loss(s: Settings) -> Iterator[str]:
     algo = s.algo
     if algo.kl_coef > 0 and algo.kl == "none":
@@ -149,6 +162,11 @@ def _lora(s: Settings) -> Iterator[str]:
             f"lora.rank is {s.lora.rank}, but a warm start changes the model that the adapter must find again: write "
             "a warm-started model with headrace.warm_start, set model.path to it and leave warm_start out."
         )
+    if s.lora.rank > 0 and (s.trainer.ranks > 1 or s.trainer.offload):
+        yield (
+            f"lora.rank is {s.lora.rank}, but an adapter is trained on one rank, without offload: set "
+            "trainer.ranks = 1 and trainer.offload = false, or lora.rank = 0."
+        )
     if s.lora.rank == 0 and (s.lora.dora or s.lora.alpha is not None or s.lora.targets != ("all-linear",)):
         yield "lora.rank is 0, which trains the whole model, so the other lora settings do nothing: set it above 0."
     if s.lora.rank > 0 and not s.lora.targets:
@@ -157,4 +175,4 @@ def _lora(s: Settings) -> Iterator[str]:
 
 _Rule = Callable[["Settings"], Iterator[str]]
 _ALWAYS: tuple[_Rule, ...] = (_reward, _engine)
-_TRAINING: tuple[_Rule, ...] = (_sampling, _groups, _batch, _loss, _lora, _warm_start)
+_TRAINING: tuple[_Rule, ...] = (_sampling, _groups, _batch, _ranks, _loss, _lora, _warm_start)

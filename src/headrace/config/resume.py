@@ -31,6 +31,9 @@ MAY_CHANGE = frozenset(
         "reward.error_budget",
         "reward.workers",
         "trainer.on_nonfinite",
+        "trainer.ranks",
+        "trainer.expert_ranks",
+        "trainer.offload",
         "engine.count",
         "engine.max_running",
         "engine.block_size",
@@ -39,6 +42,8 @@ MAY_CHANGE = frozenset(
         "engine.memory_share",
         "model.eager",
         "weights.mode",
+        "weights.transport",
+        "weights.bundle",
         "weights.deadline_s",
     }
 )

@@ -190,6 +190,9 @@ class AlgoSettings(Section):
     """Estimator of the divergence from the starting model."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of that divergence in the loss."""
+    balance_coef: float = Field(0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts, computed for each sequence by itself; 0 turns
+    it off."""
     overlong_buffer: int = Field(0, ge=0)
     """The last so many tokens before `rollout.max_tokens` cost reward, linearly more; 0 turns it off."""
     overlong_factor: float = Field(1.0, ge=0)
@@ -215,6 +218,14 @@ class TrainerSettings(Section):
     row_tokens: int | None = Field(None, ge=1)
     """Tokens packed into one row of a forward pass, a longer sample having a row of its own; not set: 4096 on
     a CPU, 16384 on a GPU."""
+    ranks: int = Field(1, ge=1)
+    """Processes that train together, each with its slice of the weights and its share of every batch (FSDP2); on
+    GPUs one for each."""
+    expert_ranks: int = Field(1, ge=1)
+    """Ranks that divide the experts of a mixture among themselves and exchange tokens, instead of gathering every
+    expert on every rank; divides `trainer.ranks` and the number of experts."""
+    offload: bool = False
+    """Keep the trainer's float32 weights and optimizer state in host memory; the update then runs on the CPU."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates each batch is split into."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -259,6 +270,13 @@ class WeightSettings(Section):
     mode: InterruptMode = "never"
     """What running requests do: `never` stop, `drain` (finish first), `abort` (stop and resume on the new
     weights) or `block` (freeze until applied)."""
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "files", "collective"] = "auto"
+    """How the bytes travel: `shared_memory` (one machine), `cuda_ipc` (one GPU), `files` (in the run directory,
+    which all machines must share), `collective` (broadcast by gloo or NCCL); `auto` takes the shortest way
+    there is, and never broadcasts."""
+    bundle: Literal["auto", "full", "delta"] = "auto"
+    """What travels: `full`, all weights; `delta`, those that changed (the trainer then keeps a copy of what it
+    sent last); `auto` sends deltas of bfloat16 weights where the way is slow."""
     deadline_s: float = Field(60.0, gt=0)
     """Seconds an engine may take to apply an update."""
 

@@ -13,7 +13,7 @@ Shape legend: T rows of a pass, R rows that are sampled, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,8 +29,8 @@ from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
 from headrace.engines.truncated_draws import KeptSets, cut_rows, kept_sets, to_host
 from headrace.models.lora import LoraSpec
-from headrace.models.tensors import load_into, named_tensors
-from headrace.types import TensorBlob
+from headrace.models.tensors import blobs_of, load_into, named_tensors
+from headrace.types import TensorBlob, TensorPatch
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
 
@@ -142,12 +142,15 @@ class DeviceExecutor:
 
         return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
 
-    def load(self, blobs: Iterable[TensorBlob]) -> None:
-        load_into(self._weights, blobs)
+    def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
+        load_into(self._weights, updates)
 
-    def load_adapter(self, adapter: int, blobs: Iterable[TensorBlob]) -> None:
+    def weights(self) -> Iterator[TensorBlob]:
+        return blobs_of(self._weights)
+
+    def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         assert self._bank is not None, "an executor without room for adapters is given none"
-        self._bank.load(adapter, blobs)
+        self._bank.load(adapter, updates)
 
     def _bring_known_tokens(self, slots: np.ndarray) -> None:
         """A row whose token is booked may never have drawn here: the last row of a prompt, for one."""

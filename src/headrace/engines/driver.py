@@ -23,10 +23,18 @@ import numpy as np
 
 from headrace.engines.policies import POLICY
 from headrace.engines.torch_engine import TorchEngine
-from headrace.errors import RoleError
+from headrace.errors import RoleError, WeightSyncError
 from headrace.protocols import WeightReceiver
 from headrace.timekeeping import TimeLedger
-from headrace.types import Completion, InterruptMode, Request, RoleStatus, TensorBlob, WeightManifest
+from headrace.types import (
+    Completion,
+    InterruptMode,
+    Request,
+    RoleStatus,
+    TensorBlob,
+    TensorPatch,
+    WeightManifest,
+)
 
 ProgressCallback = Callable[[Completion], None]
 
@@ -55,6 +63,7 @@ class EngineDriver:
         self._threaded = threaded
         self._futures: dict[str, asyncio.Future[Completion]] = {}
         self._callbacks: dict[str, ProgressCallback] = {}
+        self._applying = asyncio.Lock()
         self._frozen = False
         self._closed = False
         self._failure: BaseException | None = None
@@ -102,20 +111,25 @@ class EngineDriver:
         self._ledger.switch("paused-for-weights")
 
     async def apply(self, manifest: WeightManifest) -> int:
-        self._ensure_alive()
-        if self._threaded:
-            # Reading and verifying takes long and needs nothing of the engine: it goes on stepping, if it may.
-            blobs = await asyncio.to_thread(self._read, manifest)
+        # One at a time: a call that its caller gave up on may still be reading.
+        async with self._applying:
             self._ensure_alive()
-        else:
-            blobs = self._read(manifest)
-        with self._ledger.activity("paused-for-weights"):
-            if manifest.kind == "adapter":
-                self._core.apply_adapter(manifest.policy, manifest.version, blobs)
+            if self._is_there(manifest):
+                self._resume()
+                return manifest.version
+            if self._threaded:
+                # Reading and verifying takes long and changes nothing: the engine goes on stepping, if it may.
+                updates = await asyncio.to_thread(self._read, manifest)
+                self._ensure_alive()
             else:
-                self._core.apply(manifest.version, blobs)
-        self._resume()
-        return manifest.version
+                updates = self._read(manifest)
+            with self._ledger.activity("paused-for-weights"):
+                if manifest.kind == "adapter":
+                    self._core.apply_adapter(manifest.policy, manifest.version, updates)
+                else:
+                    self._core.apply(manifest.version, updates)
+            self._resume()
+            return manifest.version
 
     async def cancel_update(self) -> None:
         self._resume()
@@ -141,8 +155,22 @@ class EngineDriver:
             await self._loop_task
         self._receiver.close()
 
-    def _read(self, manifest: WeightManifest) -> list[TensorBlob]:
-        return list(self._receiver.receive(manifest))
+    def _is_there(self, manifest: WeightManifest) -> bool:
+        """Whether the update has landed already. Raises WeightSyncError when it cannot land here."""
+        version = self._core.version
+        if manifest.kind == "adapter":
+            version = self._core.version_of(manifest.policy)
+        if manifest.version < version:
+            raise WeightSyncError(f"{self.name} has version {version}; {manifest.version} is older")
+        if manifest.kind == "delta" and manifest.version != version != manifest.base_version:
+            raise WeightSyncError(
+                f"{self.name} has version {version} and the delta to {manifest.version} builds on "
+                f"{manifest.base_version}; send a full bundle"
+            )
+        return manifest.kind == "delta" and manifest.version == version
+
+    def _read(self, manifest: WeightManifest) -> list[TensorBlob | TensorPatch]:
+        return list(self._receiver.receive(manifest, self._core.weights()))
 
     def _start(self) -> None:
         if self._loop_task is None:

@@ -8,7 +8,7 @@ and the engine launches the next pass before it asks for the drawn tokens of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from headrace.engines.sampler import Drawn
 from headrace.engines.scheduler import Work
 from headrace.engines.sequences import SlotTable
-from headrace.types import TensorBlob
+from headrace.types import TensorBlob, TensorPatch
 
 
 def score_in_chunks(
@@ -72,10 +72,14 @@ class Executor(Protocol):
         """float32 [T] logprobs of the tokens, entry 0 is 0; ``blocks`` hold their keys and values."""
         ...
 
-    def load(self, blobs: Iterable[TensorBlob]) -> None:
-        """Replace the weights between two passes, whole or not at all (then raises WeightSyncError)."""
+    def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
+        """Change the weights between two passes, whole or not at all (then raises WeightSyncError)."""
         ...
 
-    def load_adapter(self, adapter: int, blobs: Iterable[TensorBlob]) -> None:
+    def weights(self) -> Iterator[TensorBlob]:
+        """The weights that are computed with, where they lie."""
+        ...
+
+    def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         """As ``load`` for one adapter, numbered from 1; no other is touched."""
         ...

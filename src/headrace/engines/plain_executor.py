@@ -9,7 +9,7 @@ Shape legend: T rows of a pass, R rows that are sampled, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +27,8 @@ from headrace.engines.sequences import SlotTable
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.lora import LoraSpec
 from headrace.models.paged_attention import KvTensors
-from headrace.models.tensors import load_blobs
-from headrace.types import TensorBlob
+from headrace.models.tensors import load_blobs, to_blobs
+from headrace.types import TensorBlob, TensorPatch
 
 _USUAL_TOKENS = 512
 """Tokens a running sequence is given room for when ``kv_tokens`` is not set."""
@@ -113,12 +113,15 @@ class PlainExecutor:
 
         return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
 
-    def load(self, blobs: Iterable[TensorBlob]) -> None:
-        load_blobs(self._model, blobs)
+    def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
+        load_blobs(self._model, updates)
 
-    def load_adapter(self, adapter: int, blobs: Iterable[TensorBlob]) -> None:
+    def weights(self) -> Iterator[TensorBlob]:
+        return to_blobs(self._model)
+
+    def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         assert self._bank is not None, "an executor without room for adapters is given none"
-        self._bank.load(adapter, blobs)
+        self._bank.load(adapter, updates)
 
     def _add_decoding(self, rows: Rows, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Add the decoding slots; returns them in another order, and the row of each."""

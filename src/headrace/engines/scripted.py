@@ -19,7 +19,15 @@ from headrace.data.completions import EMPTY, join
 from headrace.errors import WeightSyncError
 from headrace.protocols import WeightReceiver
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
-from headrace.types import Completion, InterruptMode, Request, RoleStatus, WeightManifest
+from headrace.types import (
+    Completion,
+    InterruptMode,
+    Request,
+    RoleStatus,
+    TensorBlob,
+    TensorPatch,
+    WeightManifest,
+)
 
 Script = Callable[[Request], np.ndarray]
 """The whole completion (int32 [L]) that a request will be given."""
@@ -62,6 +70,7 @@ class ScriptedEngine:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._frozen = False
+        self._weights: dict[str, TensorBlob] = {}
         self.digest = ""
         """Digest of the weights applied last."""
         self.num_tokens = 0
@@ -137,16 +146,26 @@ class ScriptedEngine:
             await self._quiet.wait()
 
     async def apply(self, manifest: WeightManifest) -> int:
-        if self._receiver is not None:
-            digest = hashlib.blake2b(digest_size=16)
-            for blob in self._receiver.receive(manifest):
-                digest.update(blob.data.tobytes())
-            self.digest = digest.hexdigest()
         if manifest.version < self._version:
             raise WeightSyncError(f"{self.name} has version {self._version}; {manifest.version} is older")
+        if self._receiver is not None:
+            updates = list(self._receiver.receive(manifest, self._weights.values()))
+            self._weights = {update.name: self._changed(update) for update in updates}
+            digest = hashlib.blake2b(digest_size=16)
+            for blob in self._weights.values():
+                digest.update(blob.data.tobytes())
+            self.digest = digest.hexdigest()
         self._version = manifest.version
         await self.cancel_update()
         return self._version
+
+    def _changed(self, update: TensorBlob | TensorPatch) -> TensorBlob:
+        """The tensor as the update leaves it."""
+        if isinstance(update, TensorBlob):
+            return replace(update, data=update.data.copy())
+        data = self._weights[update.name].data.copy()
+        data.view(update.bits.dtype)[update.places] = update.bits
+        return replace(self._weights[update.name], data=data)
 
     async def cancel_update(self) -> None:
         self._frozen = False

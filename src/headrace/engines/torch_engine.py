@@ -18,7 +18,7 @@ Shape legend: R rows that are sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ from headrace.engines.scheduler import Scheduler, Work
 from headrace.engines.sequences import Sequence, new_sequence, resting_completion
 from headrace.errors import TaskError, WeightSyncError
 from headrace.timekeeping import TimeLedger
-from headrace.types import Completion, FinishReason, Request, TensorBlob
+from headrace.types import Completion, FinishReason, Request, TensorBlob, TensorPatch
 
 _NOBODYS = -1
 """The version of blocks that are never found by anybody else."""
@@ -160,26 +160,31 @@ class TorchEngine:
         table.reported[slots[chosen]] = table.booked[slots[chosen]]
         return [(running[i].request.id, table.completion(running[i])) for i in chosen.tolist()]
 
-    def apply(self, version: int, blobs: Iterable[TensorBlob]) -> None:
-        """Replace the weights. Raises WeightSyncError, with nothing changed, if the blobs do not fit."""
+    def weights(self) -> Iterator[TensorBlob]:
+        """The model's weights that are computed with, where they lie; they change in ``apply`` alone."""
+        return self._executor.weights()
+
+    def apply(self, version: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
+        """Change the weights. Raises WeightSyncError, with nothing changed, if the updates do not fit."""
         if self._executor.num_adapters:
             raise WeightSyncError(
                 "the engine serves adapters, whose model must stay as it is; publish an adapter (lora.rank above 0), "
                 "or start the engine without room for adapters"
             )
-        self._executor.load(blobs)
+        self._executor.load(updates)
         self._policies.versions[0] = version
         self._renew(0)
 
-    def apply_adapter(self, policy: str, version: int, blobs: Iterable[TensorBlob]) -> None:
+    def apply_adapter(self, policy: str, version: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         """Create or replace the adapter of a policy, as ``apply`` does; other policies go on untouched."""
         adapter = self._policies.room_for(policy)
-        self._executor.load_adapter(adapter, blobs)
+        self._executor.load_adapter(adapter, updates)
         self._policies.settle(policy, adapter, version)
         self._renew(adapter)
 
     def version_of(self, policy: str) -> int:
-        return int(self._policies.versions[self._policies.adapter_of(policy)])
+        """Of the policy's adapter; -1: it has not arrived. Raises WeightSyncError where it would find no room."""
+        return int(self._policies.versions[self._policies.room_for(policy)])
 
     def score(
         self, token_ids: Several[np.ndarray], temperature: float = 1.0, policy: str = POLICY

@@ -150,21 +150,32 @@ def decode_attention(
         **spans,
     )
     if num_spans > 1:
-        join_kernel[(num_heads, num_rows)](
-            lengths_B,
-            begins_B,
-            out_BHE,
-            workspace.sums,
-            workspace.stats,
-            out_BHE.stride(0),
-            out_BHE.stride(1),
-            num_spans,
-            MAX_SPANS=_MAX_SPANS,
-            TILE=tile,
-            num_warps=4,
-            **values,
-            **spans,
-        )
+        _join(lengths_B, begins_B, out_BHE, workspace, num_spans, {"TILE": tile} | values | spans)
+
+
+def _join(
+    lengths_B: torch.Tensor,
+    begins_B: torch.Tensor,
+    out_BHE: torch.Tensor,
+    workspace: DecodeWorkspace,
+    num_spans: int,
+    constants: dict[str, Any],
+) -> None:
+    """The output of rows that were split, from what their spans left in the workspace."""
+    num_rows, num_heads = out_BHE.shape[:2]
+    join_kernel[(num_heads, num_rows)](
+        lengths_B,
+        begins_B,
+        out_BHE,
+        workspace.sums,
+        workspace.stats,
+        out_BHE.stride(0),
+        out_BHE.stride(1),
+        num_spans,
+        MAX_SPANS=_MAX_SPANS,
+        num_warps=4,
+        **constants,
+    )
 
 
 def _attend_prefixes(

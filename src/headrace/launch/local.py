@@ -22,7 +22,9 @@ from headrace.errors import ConfigError, DeadlineError, RoleError
 from headrace.launch.channel import Listener
 from headrace.launch.guardian import Guardian
 from headrace.launch.proxies import DEADLINES_S, RemoteEngine, RemoteScorer, RemoteTrainer
+from headrace.launch.ranked_trainer import RankedTrainer
 from headrace.launch.role_process import Heartbeat, RoleProcess, RoleSpec
+from headrace.protocols import Trainer
 from headrace.types import RoleStatus
 from headrace.weights.segment_directory import create_segment_directory, segment_root, sweep
 
@@ -41,14 +43,19 @@ class LocalCluster:
         directory: Path,
         close_deadline_s: float,
         deadlines_s: Mapping[str, float] = DEADLINES_S,
+        num_minibatches: int = 1,
     ) -> None:
         callers = {
-            kind: [p.caller for p in processes if p.spec.kind == kind]
-            for kind in ("engine", "trainer", "scorer")
+            kind: [p.caller for p in processes if p.spec.kind == kind] for kind in ("engine", "scorer")
         }
         self.engines = tuple(RemoteEngine(caller, deadlines_s) for caller in callers["engine"])
         self.scorers = tuple(RemoteScorer(caller, deadlines_s) for caller in callers["scorer"])
-        self._trainers = tuple(RemoteTrainer(caller, deadlines_s) for caller in callers["trainer"])
+        trainers = [p for p in processes if p.spec.kind == "trainer"]
+        self._trainer: Trainer | None = None
+        if len(trainers) == 1:
+            self._trainer = RemoteTrainer(trainers[0].caller, deadlines_s)
+        elif trainers:
+            self._trainer = RankedTrainer(trainers, num_minibatches=num_minibatches, deadlines_s=deadlines_s)
         self._processes = tuple(processes)
         self._listener = listener
         self._guardian = guardian
@@ -57,10 +64,10 @@ class LocalCluster:
         self._closing: asyncio.Task[None] | None = None
 
     @property
-    def trainer(self) -> RemoteTrainer:
-        if not self._trainers:
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
             raise RoleError("this cluster was started without a trainer; give it one to train")
-        return self._trainers[0]
+        return self._trainer
 
     @property
     def heartbeats(self) -> Mapping[str, Heartbeat]:
@@ -109,9 +116,11 @@ class LocalLauncher:
         heartbeat_s: float = 1.0,
         deadlines_s: Mapping[str, float] = DEADLINES_S,
         directory: Path | None = None,
+        num_minibatches: int = 1,
     ) -> None:
         """``directory``: from ``create_segment_directory``, where roles must know it beforehand; removed
-        at the end. None: one is made."""
+        at the end. None: one is made. Several trainers are the ranks of one, in this order; each of a batch's
+        ``num_minibatches`` is dealt out to them by itself."""
         names = [role.name for role in roles]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"roles must be given, each with a name of its own, not {names}")
@@ -122,6 +131,7 @@ class LocalLauncher:
         self._heartbeat_s = heartbeat_s
         self._deadlines_s = deadlines_s
         self._directory = directory
+        self._num_minibatches = num_minibatches
 
     async def spawn(self) -> LocalCluster:
         """Starts all roles at once; returns when every one is built, or stops them all and raises the first
@@ -147,6 +157,7 @@ class LocalLauncher:
             directory=directory,
             close_deadline_s=self._close_deadline_s,
             deadlines_s=self._deadlines_s,
+            num_minibatches=self._num_minibatches,
         )
 
     async def _start_all(

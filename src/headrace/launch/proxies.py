@@ -36,7 +36,10 @@ DEADLINES_S: Mapping[str, float] = MappingProxyType(
         "apply": 600.0,
         "cancel_update": 120.0,
         "step": 3600.0,
+        "step_share": 3600.0,
         "publish": 600.0,
+        "publish_whole": 3600.0,
+        "publish_share": 600.0,
         "retire": 600.0,
         "save": 1800.0,
         "load": 1800.0,
@@ -101,6 +104,9 @@ class RemoteTrainer:
 
     async def publish(self, version: int) -> WeightManifest:
         return await self._call("publish", version)
+
+    async def publish_whole(self) -> WeightManifest:
+        return await self._call("publish_whole")
 
     async def retire(self, version: int) -> None:
         await self._call("retire", version)

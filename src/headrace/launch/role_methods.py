@@ -28,6 +28,9 @@ ENGINE: Mapping[str, Method] = {
 TRAINER: Mapping[str, Method] = {
     "step": lambda trainer, args, note: trainer.step(args[0]),
     "publish": lambda trainer, args, note: trainer.publish(args[0]),
+    "publish_whole": lambda trainer, args, note: trainer.publish_whole(),
+    "step_share": lambda trainer, args, note: trainer.step_share(args[0]),
+    "publish_share": lambda trainer, args, note: trainer.publish_share(args[0]),
     "retire": lambda trainer, args, note: trainer.retire(args[0]),
     "save": lambda trainer, args, note: trainer.save(Path(args[0])),
     "load": lambda trainer, args, note: trainer.load(Path(args[0])),

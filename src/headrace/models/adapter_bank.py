@@ -20,7 +20,7 @@ from headrace.errors import WeightSyncError
 from headrace.models.joined_linear import joined_groups
 from headrace.models.lora import LoraSpec, target_linears
 from headrace.models.low_rank import AdaptedLinear, AdapterRows, LowRank
-from headrace.models.tensors import as_tensor, dtype_name
+from headrace.models.tensors import Update, as_tensor, dtype_name
 from headrace.types import TensorBlob
 
 SCALING = "scaling"
@@ -67,10 +67,10 @@ class AdapterBank:
         return sorted({(matrix.shape[1], matrix.shape[0]) for matrix in matrices})
 
     @torch.no_grad()
-    def load(self, adapter: int, blobs: Iterable[TensorBlob]) -> None:
+    def load(self, adapter: int, updates: Iterable[Update]) -> None:
         """Replace an adapter; layers it has no tensors for are left to the model. Raises WeightSyncError, with
         nothing changed, if it does not fit."""
-        arrived = {blob.name: blob for blob in blobs}
+        arrived = {blob.name: blob for blob in updates if isinstance(blob, TensorBlob)}
         ranks = self._check(arrived)
         for name, part in self._parts.items():
             a, b, factors = part.of(adapter, self.rank)

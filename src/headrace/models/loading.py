@@ -15,8 +15,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from headrace.errors import ModelError
+from headrace.models.routers import use_float_routers
 
-Family = Literal["llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe"]
+Family = Literal["llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "deepseek_v3"]
 
 ADAPTER_CONFIG = "adapter_config.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,6 +43,7 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
         raise ModelError(
             f"model {str(path)!r} cannot be loaded ({reason}); give a directory written by save_pretrained."
         ) from error
+    use_float_routers(model)
     return model.to(device).eval()
 
 
@@ -61,6 +63,18 @@ def _merged(directory: Path, *, dtype: str, device: str) -> PreTrainedModel:
     model = PeftModel.from_pretrained(load_model(base, dtype=dtype, device=device), str(directory))
     merged: PreTrainedModel = model.merge_and_unload()
     return merged.eval()
+
+
+def hollow_model(path: str | Path) -> PreTrainedModel:
+    """A float32 model of the shape saved under ``path`` whose weights are never read or written here: memory
+    that nobody touches is never taken."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(path)), dtype=torch.float32)
+    model.tie_weights()  # a part of the initialisation that was left out
+    use_float_routers(model)
+    return model.eval()
 
 
 def make_tiny_model(
@@ -124,7 +138,29 @@ def _family_settings(
         return settings
     if family == "qwen3_moe":
         return {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size * 2}
+    if family == "olmoe":
+        return {"num_experts": 4, "num_experts_per_tok": 2}
+    if family == "deepseek_v3":
+        return _latent_attention(hidden_size, hidden_size // num_heads) | {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": hidden_size * 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        }
     return {}
+
+
+def _latent_attention(hidden_size: int, head_dim: int) -> dict[str, Any]:
+    return {
+        "head_dim": head_dim,
+        "q_lora_rank": hidden_size // 2,
+        "kv_lora_rank": hidden_size // 2,
+        "qk_rope_head_dim": head_dim,
+        "qk_nope_head_dim": head_dim,
+        "v_head_dim": head_dim,
+    }
 
 
 def _build(config: PretrainedConfig, seed: int) -> PreTrainedModel:

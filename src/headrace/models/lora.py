@@ -31,6 +31,8 @@ class LoraSpec:
     """Each row of the changed weight is scaled to a length that is trained too."""
     seed: int = 0
     """Of A's first values; B begins as zero."""
+    policy: str = "policy"
+    """The name engines know it by."""
 
     @property
     def scaling(self) -> float:

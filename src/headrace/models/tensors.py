@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from headrace.errors import WeightSyncError
-from headrace.types import TensorBlob
+from headrace.types import TensorBlob, TensorPatch
+
+Update = TensorBlob | TensorPatch
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -36,30 +38,51 @@ def to_blobs(model: torch.nn.Module) -> Iterator[TensorBlob]:
 def blobs_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorBlob]:
     """As ``to_blobs`` for tensors that were named before."""
     for name, tensor in tensors.items():
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        data = raw.numpy() if raw.device.type == "cpu" else raw
-        yield TensorBlob(name=name, dtype=_DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
+        yield to_blob(name, tensor)
 
 
-def load_blobs(model: torch.nn.Module, blobs: Iterable[TensorBlob]) -> None:
-    """Replace all of the model's tensors. Raises WeightSyncError, with nothing changed, unless the blobs
-    are exactly the model's tensors."""
-    load_into(named_tensors(model), blobs)
+def to_blob(name: str, tensor: torch.Tensor) -> TensorBlob:
+    """A tensor's own memory under a name."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = raw.numpy() if raw.device.type == "cpu" else raw
+    return TensorBlob(name=name, dtype=_DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
 
 
-def load_into(targets: Mapping[str, torch.Tensor], blobs: Iterable[TensorBlob]) -> None:
+def load_blobs(model: torch.nn.Module, updates: Iterable[Update]) -> None:
+    """Replace all of the model's tensors, or change elements of them. Raises WeightSyncError, with nothing
+    changed, unless the updates are for exactly the model's tensors."""
+    load_into(named_tensors(model), updates)
+
+
+def load_into(targets: Mapping[str, torch.Tensor], updates: Iterable[Update]) -> None:
     """As ``load_blobs`` for tensors that were named before; from GPU memory nothing here waits."""
-    arrived = list(blobs)
+    arrived = list(updates)
     _check(targets, arrived)
-    on_device = [blob for blob in arrived if isinstance(blob.data, torch.Tensor)]
+    blobs = [update for update in arrived if isinstance(update, TensorBlob)]
+    on_device = [blob for blob in blobs if isinstance(blob.data, torch.Tensor)]
     with torch.no_grad():
         if on_device:
             torch._foreach_copy_(
                 [targets[blob.name] for blob in on_device], [_tensor(targets, blob) for blob in on_device]
             )
-        for blob in arrived:
+        for blob in blobs:
             if not isinstance(blob.data, torch.Tensor):
                 _copy_into(targets[blob.name], blob.data)
+        for update in arrived:
+            if isinstance(update, TensorPatch) and len(update.places):
+                _patch(targets[update.name], update)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As blobs spell it."""
+    return _DTYPE_NAMES[dtype]
+
+
+def as_tensor(blob: TensorBlob) -> torch.Tensor:
+    """What the blob stands for, where its bytes are; bytes of this process's memory are copied."""
+    data = blob.data
+    raw = data if isinstance(data, torch.Tensor) else torch.from_numpy(np.array(data, dtype=np.uint8))
+    return raw.view(_DTYPES[blob.dtype]).view(blob.shape)
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -75,18 +98,6 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """As blobs spell it."""
-    return _DTYPE_NAMES[dtype]
-
-
-def as_tensor(blob: TensorBlob) -> torch.Tensor:
-    """What the blob stands for, where its bytes are; bytes of this process's memory are copied."""
-    data = blob.data
-    raw = data if isinstance(data, torch.Tensor) else torch.from_numpy(np.array(data, dtype=np.uint8))
-    return raw.view(_DTYPES[blob.dtype]).view(blob.shape)
-
-
 def _tensor(targets: Mapping[str, torch.Tensor], blob: TensorBlob) -> torch.Tensor:
     """The blob's bytes on its device, seen as what they stand for."""
     target = targets[blob.name]
@@ -94,22 +105,35 @@ def _tensor(targets: Mapping[str, torch.Tensor], blob: TensorBlob) -> torch.Tens
     return raw.view(target.dtype).view(target.shape)
 
 
-def _check(targets: Mapping[str, torch.Tensor], blobs: list[TensorBlob]) -> None:
-    names = [blob.name for blob in blobs]
+def _check(targets: Mapping[str, torch.Tensor], updates: list[Update]) -> None:
+    names = [update.name for update in updates]
     missing, unknown = sorted(targets.keys() - set(names)), sorted(set(names) - targets.keys())
     if missing or unknown or len(names) != len(set(names)):
         raise WeightSyncError(
             f"the update does not match the model (missing {missing[:3]}, unknown {unknown[:3]}, "
             f"{len(names)} tensors for {len(targets)}); sender and engine must load the same model."
         )
-    for blob in blobs:
-        target = targets[blob.name]
+    for update in updates:
+        target = targets[update.name]
         expected = (_DTYPE_NAMES[target.dtype], tuple(target.shape), target.numel() * target.element_size())
-        if (blob.dtype, tuple(blob.shape), blob.data.nbytes) != expected:
+        # Where a patch may write was checked when it was made.
+        num_bytes = update.data.nbytes if isinstance(update, TensorBlob) else expected[2]
+        if (update.dtype, tuple(update.shape), num_bytes) != expected:
             raise WeightSyncError(
-                f"tensor {blob.name!r} arrived as {blob.dtype} {tuple(blob.shape)} ({blob.data.nbytes} bytes) "
+                f"tensor {update.name!r} arrived as {update.dtype} {tuple(update.shape)} ({num_bytes} bytes) "
                 f"for {expected[0]} {expected[1]} ({expected[2]} bytes); sender and engine must agree on both."
             )
+
+
+def _patch(target: torch.Tensor, patch: TensorPatch) -> None:
+    places, bits = patch.places, patch.bits
+    if isinstance(places, np.ndarray):
+        places = torch.from_numpy(places).to(target.device)
+        bits = torch.from_numpy(bits.view(f"i{bits.itemsize}")).to(target.device)
+    flat = target.detach().view(-1) if target.is_contiguous() else target.detach().reshape(-1)
+    flat.view(bits.dtype)[places] = bits
+    if not target.is_contiguous():
+        target.detach().copy_(flat.view(target.shape))
 
 
 def _copy_into(target: torch.Tensor, data: np.ndarray) -> None:

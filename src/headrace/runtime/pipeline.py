@@ -69,6 +69,7 @@ class Pipeline:
             deadline_s=plan.sync_s,
             drain_s=plan.attempt_s,
             step_s=plan.stall_s,
+            warn=lambda text: sink.emit("warning", {"text": text}),
         )
         self._slots = Slots(plan.capacity)
         self._buffer = RolloutBuffer(plan, self._unfinished)

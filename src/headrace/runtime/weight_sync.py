@@ -5,12 +5,16 @@ interrupt mode), copies the weights out of the trainer and returns. ``land`` the
 next step: every engine applies the bundle between two of its own forward passes, and only after the
 last one has acknowledged are the slots of the step released and, in the end, the bytes retired. Updates
 land in order of version. Each wait has a deadline that says which engine was waited for.
+
+An engine that cannot take a bundle (another base, torn bytes, joined late) goes on with its old weights and is
+named to ``warn``; it then gets all weights, as they are at the trainer's next pause. The update counts as landed
+only when it has them, and one that fails twice ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -31,6 +35,7 @@ class WeightSync:
         deadline_s: float,
         drain_s: float,
         step_s: float,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``drain_s`` bounds the wait for running requests to finish in ``drain`` mode, ``step_s`` that for a
         trainer in the middle of a step."""
@@ -40,6 +45,7 @@ class WeightSync:
         self._deadline_s = deadline_s
         self._drain_s = max(drain_s, deadline_s)
         self._step_s = max(step_s, deadline_s)
+        self._warn = warn
         self._landing = asyncio.Lock()
         self.version = -1
         """The version every engine has."""
@@ -50,25 +56,55 @@ class WeightSync:
         if self._mode != "block":
             return await self._within(publishing, self._trainer.publish(version), self._deadline_s)
         async with self._landing, self._resume_on_failure():
-            await self._each("begin_update(block)", lambda e: e.begin_update("block"), self._deadline_s)
+            await self._each(self._engines, "begin_update(block)", lambda e: e.begin_update("block"))
             return await self._within(publishing, self._trainer.publish(version), self._deadline_s)
 
     async def land(self, manifest: WeightManifest) -> None:
         """Apply on every engine."""
         async with self._landing, self._resume_on_failure():
-            if self._mode in ("drain", "abort"):
-                mode, wait_s = self._mode, self._drain_s if self._mode == "drain" else self._deadline_s
-                await self._each(f"begin_update({mode})", lambda e: e.begin_update(mode), wait_s)
-            applied = await self._each(
-                f"applying version {manifest.version}", lambda e: e.apply(manifest), self._deadline_s
-            )
-            for engine, version in zip(self._engines, applied, strict=True):
-                if version != manifest.version:
-                    raise WeightSyncError(
-                        f"{engine.name} answered version {version} to an update to "
-                        f"{manifest.version}; restart it"
-                    )
+            missed = await self._update(self._engines, manifest, begin=self._mode in ("drain", "abort"))
+            if missed:
+                await self._catch_up(missed)
             self.version = manifest.version
+
+    async def _update(
+        self, engines: Sequence[Engine], manifest: WeightManifest, *, begin: bool
+    ) -> dict[Engine, WeightSyncError]:
+        """Apply on these engines; returns those that could not take the bundle."""
+        mode, wait_s = self._mode, self._drain_s if self._mode == "drain" else self._deadline_s
+        if begin:
+            await self._each(engines, f"begin_update({mode})", lambda e: e.begin_update(mode), wait_s)
+        outcomes = await self._each(engines, f"applying version {manifest.version}", self._apply(manifest))
+        return {
+            engine: outcome
+            for engine, outcome in zip(engines, outcomes, strict=True)
+            if isinstance(outcome, WeightSyncError)
+        }
+
+    def _apply(self, manifest: WeightManifest) -> Callable[[Engine], Awaitable[WeightSyncError | None]]:
+        async def apply(engine: Engine) -> WeightSyncError | None:
+            try:
+                version = await engine.apply(manifest)
+            except WeightSyncError as error:
+                return error
+            # An engine that caught up may be ahead by the step that was trained meanwhile.
+            if version >= manifest.version:
+                return None
+            return WeightSyncError(
+                f"{engine.name} answered version {version} to an update to {manifest.version}; restart it"
+            )
+
+        return apply
+
+    async def _catch_up(self, missed: Mapping[Engine, WeightSyncError]) -> None:
+        for engine, error in missed.items():
+            self._warn(f"{engine.name} keeps its old weights until it has all new ones: {error}")
+        engines = list(missed)
+        await self._each(engines, "cancel_update", lambda e: e.cancel_update())
+        whole = await self._within("publishing all weights", self._trainer.publish_whole(), self._step_s)
+        failed = await self._update(engines, whole, begin=self._mode != "never")
+        for error in failed.values():
+            raise error
 
     async def retire(self, version: int) -> None:
         """Give the bytes back. The trainer may be in the middle of a step and answer only after it, so nothing
@@ -84,10 +120,15 @@ class WeightSync:
             await asyncio.gather(*(e.cancel_update() for e in self._engines), return_exceptions=True)
             raise
 
-    async def _each(self, what: str, call: Callable[[Engine], Awaitable[T]], deadline_s: float) -> list[T]:
-        return await asyncio.gather(
-            *(self._within(f"{what} on {e.name}", call(e), deadline_s) for e in self._engines)
-        )
+    async def _each(
+        self,
+        engines: Sequence[Engine],
+        what: str,
+        call: Callable[[Engine], Awaitable[T]],
+        deadline_s: float | None = None,
+    ) -> list[T]:
+        wait_s = deadline_s or self._deadline_s
+        return await asyncio.gather(*(self._within(f"{what} on {e.name}", call(e), wait_s) for e in engines))
 
     async def _within(self, what: str, wait: Awaitable[T], deadline_s: float) -> T:
         try:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from headrace.errors import CheckpointError, TrainingError
 from headrace.models.lora import LoraSpec, target_linears
 from headrace.models.tensors import blobs_of, named_tensors
-from headrace.trainers.master_weights import hand_over_to
+from headrace.trainers.master_weights import MasterWeights, hand_over_to
 from headrace.types import TensorBlob
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -31,13 +31,15 @@ _NAME = "default"
 _PREFIX = "base_model.model."
 
 
-class AdapterWeights:
+class AdapterWeights(MasterWeights):
     """``model`` holds the adapter's float32 weights; ``policy`` is the model given, computed with them."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, spec: LoraSpec) -> None:
         import peft
 
         self.policy = model
+        self.device, self.dtype = model.device, dtype
+        self.policy_name = spec.policy
         self._spec = spec
         self._targets = target_linears(model, spec.targets)
         _cast(model, dtype)
@@ -62,13 +64,6 @@ class AdapterWeights:
             save_embedding_layers=False,
         )
         self.model = AdapterModule(masters, saved, config)
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Bring the policy up to the masters, in place."""
-        if self._pairs:
-            live, masters = zip(*self._pairs, strict=True)
-            torch._foreach_copy_(live, masters)
 
     def off(self) -> AbstractContextManager[None]:
         """While it lasts, the policy is the model as it was given."""
@@ -117,17 +112,16 @@ class AdapterModule(nn.Module):
         self._config.save_pretrained(str(directory))
         self._config.inference_mode = training
 
-    @torch.no_grad()
-    def restore(self, directory: Path) -> None:
-        """In place; every tensor must be there, and match."""
+    def read(self, directory: Path) -> dict[str, torch.Tensor]:
+        """What ``save_pretrained`` wrote, under the names here; every tensor must be there, and match."""
         tensors = load_file(directory / WEIGHTS_FILE)
         if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in self._saved.items()}:
             raise CheckpointError(
                 f"checkpoint {directory}: its adapter has other layers or another rank; resume with the lora "
                 "settings it was trained with"
             )
-        for name, tensor in tensors.items():
-            self._saved[name].copy_(tensor)
+        by_place = {master.data_ptr(): name for name, master in named_tensors(self).items()}
+        return {by_place[self._saved[name].data_ptr()]: tensor for name, tensor in tensors.items()}
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:

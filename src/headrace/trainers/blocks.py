@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from headrace.data.packing import pack
 from headrace.trainers.forward_check import probe_sample
-from headrace.trainers.logprobs import chunk_tokens, decoder_output, row_tensors
+from headrace.trainers.logprobs import RowTensors, chunk_tokens, decoder_output, row_tensors
+from headrace.trainers.ranks import ALONE, Ranks
 
 PROBE_TOKENS = 1024
 MAX_GRAPHS = 64
@@ -30,9 +33,20 @@ USABLE_SHARE = 0.92
 class DecoderBlocks:
     """The layers of ``model``, whose forwards are replaced; its weights and their names stay."""
 
-    def __init__(self, model: PreTrainedModel, *, compiled: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        compiled: bool,
+        ranks: Ranks = ALONE,
+        hidden: Callable[[RowTensors], torch.Tensor] | None = None,
+    ) -> None:
+        """``hidden`` computes a row up to the head (None: the model does). All ``ranks`` recompute the same
+        layers, since what they exchange inside a layer is exchanged again."""
         self.num_recomputed = 0
-        self._model = model
+        self._model, self._ranks = model, ranks
+        self._device = ranks.device or model.device
+        self._hidden = hidden or partial(decoder_output, model)
         self._layers = decoder_layers(model)
         self._bytes_per_token: float | None = None
         if compiled:
@@ -44,19 +58,20 @@ class DecoderBlocks:
     def fit(self, num_tokens: int, *, reserved_bytes: int) -> None:
         """Recompute as many layers as rows of ``num_tokens`` need on this GPU, and no more;
         ``reserved_bytes`` are spoken for."""
-        if self._model.device.type != "cuda":
+        if self._device.type != "cuda":
             return
         if self._bytes_per_token is None:
             self._bytes_per_token = self._probe()
         hidden_size = self._model.get_input_embeddings().embedding_dim
-        free_bytes = free_gpu_bytes(self._model.device) - reserved_bytes
-        self.num_recomputed = layers_to_recompute(
+        free_bytes = free_gpu_bytes(self._device) - reserved_bytes
+        needed = layers_to_recompute(
             num_tokens,
             num_layers=len(self._layers),
             bytes_per_token=self._bytes_per_token,
             input_bytes=hidden_size * self._model.dtype.itemsize,
             free_bytes=USABLE_SHARE * free_bytes,
         )
+        self.num_recomputed = int(self._ranks.largest(needed)[0])
 
     def _probe(self) -> float:
         """Bytes that all layers together keep for the backward, per token."""
@@ -64,10 +79,10 @@ class DecoderBlocks:
         vocab_size = self._model.get_input_embeddings().num_embeddings
         sample = probe_sample(np.arange(PROBE_TOKENS) % vocab_size)
         (row,) = pack([sample], row_tokens=PROBE_TOKENS)
-        tensors = row_tensors(row, device=self._model.device)
-        decoder_output(self._model, tensors)  # compiles
+        tensors = row_tensors(row, device=self._device)
+        self._hidden(tensors)  # compiles
         before = torch.cuda.memory_allocated()
-        kept = decoder_output(self._model, tensors)
+        kept = self._hidden(tensors)
         bytes_kept = torch.cuda.memory_allocated() - before
         del kept
         return bytes_kept / PROBE_TOKENS
@@ -107,14 +122,19 @@ def layers_to_recompute(
 
 def bytes_of_a_step(model: nn.Module, head_VH: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> int:
     """What a step allocates besides activations: gradients, moments not yet there (None: there will be
-    none), and what the output head ``head_VH`` needs."""
+    none), and what the output head ``head_VH`` needs. Of weights that are spread over ranks only this rank's
+    part counts."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients = sum(4 * weight.numel() for weight in weights)
+    gradients = sum(4 * _own_numel(weight) for weight in weights)
     moments = 0
     if optimizer is not None:
-        moments = sum(8 * weight.numel() for weight in weights if weight not in optimizer.state)
+        moments = sum(8 * _own_numel(weight) for weight in weights if weight not in optimizer.state)
     logits = 10 * chunk_tokens(head_VH) * head_VH.shape[0]
     return gradients + moments + logits + (8 * head_VH.numel() if head_VH.requires_grad else 0)
+
+
+def _own_numel(weight: torch.Tensor) -> int:
+    return weight.to_local().numel() if isinstance(weight, DTensor) else weight.numel()
 
 
 def free_gpu_bytes(device: torch.device) -> int:

@@ -7,7 +7,9 @@
     rng.safetensors                       torch generators: cpu, and cuda where used
     trainer.json                          step, version, format
 
-In: an existing empty directory. Every file is flushed to the disk before ``save`` returns; nothing is
+Large tensors lie in several numbered files of a kind (``shard_files``), and every tensor lies there whole: the
+number of ranks that wrote a checkpoint is not part of it, and any number can read it. In: an existing
+empty directory. Every file is flushed to the disk before ``save_state`` returns on the first rank; nothing is
 pickled. Whether the directory is complete is its owner's business, which renames it into place.
 """
 
@@ -16,19 +18,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import PreTrainedModel
 
 from headrace.errors import CheckpointError
-from headrace.models.tensors import named_tensors
 from headrace.trainers.adapter_weights import AdapterModule
+from headrace.trainers.placement import Weights
+from headrace.trainers.ranks import Ranks
+from headrace.trainers.shard_files import Entry, open_files, write_files, write_model
+from headrace.trainers.sharded_weights import ShardedWeights
 
 FORMAT = 1
 TOKENIZER_FILES = (
@@ -42,6 +46,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
 )
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,55 +60,82 @@ class Position:
 def save_state(
     directory: Path,
     *,
-    model: PreTrainedModel | AdapterModule,
+    weights: Weights,
     optimizer: torch.optim.Optimizer,
-    reference: nn.Module | None,
+    reference: Weights | None,
     tokenizer_dir: Path | None,
     position: Position,
 ) -> None:
-    try:
-        model.save_pretrained(directory)
-        save_file(_optimizer_tensors(model, optimizer), directory / "optimizer.safetensors")
-        if reference is not None:
-            save_file(_contiguous(named_tensors(reference)), directory / "reference.safetensors")
-        save_file(_rng_tensors(), directory / "rng.safetensors")
-        if tokenizer_dir is not None:
-            copy_tokenizer(tokenizer_dir, directory)
-        head = {"format": FORMAT, "step": position.step, "version": position.version}
-        (directory / "trainer.json").write_text(json.dumps(head) + "\n")
-        _flush(directory)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"checkpoint {directory}: could not be written ({error}); free space or choose another directory"
-        ) from error
+    """Called on every rank; fails on all of them where it fails on one."""
+    ranks = weights.ranks
+    write = _Together(ranks, f"checkpoint {directory}: could not be written", _REMEDY_WRITE)
+    if isinstance(weights, ShardedWeights):
+        write_model(directory, weights, write)
+    else:
+        write(lambda: weights.model.save_pretrained(directory))
+    write_files(directory, "optimizer", weights, list(_optimizer_entries(weights, optimizer)), write)
+    if reference is not None:
+        entries = [Entry(name, name, reference.local(name)) for name in reference.names()]
+        write_files(directory, "reference", reference, entries, write)
+    write(lambda: _write_rest(directory, tokenizer_dir, position) if ranks.is_first else None)
+
+
+_REMEDY_WRITE = "free space or choose another directory"
+_REMEDY_READ = "resume from another checkpoint"
+
+
+class _Together:
+    """Runs a piece of work on every rank; where it fails on one, all raise, and none is left waiting."""
+
+    def __init__(self, ranks: Ranks, what: str, remedy: str) -> None:
+        self._ranks, self._what, self._remedy = ranks, what, remedy
+
+    def __call__(self, work: Callable[[], T]) -> T:
+        own, result, cause = "", None, cast(Exception | None, None)
+        try:
+            result = work()
+        except CheckpointError as error:
+            own, cause = str(error), error
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            own, cause = f"{self._what} ({error}); {self._remedy}", error
+        problems = self._ranks.problems(own)
+        if problems:
+            raise CheckpointError(problems) from cause
+        return cast(T, result)
+
+
+def _write_rest(directory: Path, tokenizer_dir: Path | None, position: Position) -> None:
+    save_file(_rng_tensors(), directory / "rng.safetensors")
+    if tokenizer_dir is not None:
+        copy_tokenizer(tokenizer_dir, directory)
+    head = {"format": FORMAT, "step": position.step, "version": position.version}
+    (directory / "trainer.json").write_text(json.dumps(head) + "\n")
+    _flush(directory)
 
 
 def load_state(
-    directory: Path,
-    *,
-    model: PreTrainedModel | AdapterModule,
-    optimizer: torch.optim.Optimizer,
-    reference: nn.Module | None,
+    directory: Path, *, weights: Weights, optimizer: torch.optim.Optimizer, reference: Weights | None
 ) -> Position:
-    try:
-        head = json.loads((directory / "trainer.json").read_text())
-        if head["format"] != FORMAT:
-            raise CheckpointError(
-                f"checkpoint {directory}: format {head['format']} is not {FORMAT}; "
-                "use the version of headrace that wrote it"
-            )
-        if isinstance(model, AdapterModule):
-            model.restore(directory)
-        else:
-            _restore_weights(directory, model)
-        _restore_optimizer(model, optimizer, load_file(directory / "optimizer.safetensors"))
-        if reference is not None:
-            _restore_reference(directory, reference)
-        _restore_rng(load_file(directory / "rng.safetensors"))
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    """Called on every rank; fails on all of them where it fails on one."""
+    read = _Together(weights.ranks, f"checkpoint {directory}: could not be restored", _REMEDY_READ)
+    position = read(lambda: _read_head(directory))
+    whole = read(lambda: _saved_weights(directory, weights) if weights.ranks.is_first else None)
+    weights.fill(whole)
+    del whole
+    read(lambda: _restore_optimizer(directory, weights, optimizer))
+    if reference is not None:
+        read(lambda: _restore_reference(directory, reference))
+    read(lambda: _restore_rng(load_file(directory / "rng.safetensors")))
+    return position
+
+
+def _read_head(directory: Path) -> Position:
+    head = json.loads((directory / "trainer.json").read_text())
+    if head["format"] != FORMAT:
         raise CheckpointError(
-            f"checkpoint {directory}: could not be restored ({error}); resume from another checkpoint"
-        ) from error
+            f"checkpoint {directory}: format {head['format']} is not {FORMAT}; "
+            "use the version of headrace that wrote it"
+        )
     return Position(step=int(head["step"]), version=int(head["version"]))
 
 
@@ -113,63 +145,61 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
             shutil.copyfile(source / name, directory / name)
 
 
-def _restore_weights(directory: Path, model: PreTrainedModel) -> None:
+def _saved_weights(directory: Path, weights: Weights) -> Mapping[str, torch.Tensor]:
     """Through ``from_pretrained``, since names on disk may differ from those in memory (fused experts)."""
+    model = weights.model
+    if isinstance(model, AdapterModule):
+        return model.read(directory)
     saved, info = type(model).from_pretrained(directory, dtype=model.dtype, output_loading_info=True)
     if info["missing_keys"]:
         raise CheckpointError(
             f"checkpoint {directory}: tensor {min(info['missing_keys'])!r} is missing; "
             "it belongs to another model"
         )
-    _copy_tensors(model, saved.state_dict(), what=f"checkpoint {directory}")
-
-
-def _restore_reference(directory: Path, reference: nn.Module) -> None:
-    path = directory / "reference.safetensors"
-    if not path.is_file():
-        raise CheckpointError(
-            f"checkpoint {directory}: it was written without a KL reference; resume with kl set to 'none'"
-        )
-    _copy_tensors(reference, load_file(path), what=str(path))
+    tensors = saved.state_dict()
+    for name in weights.names():
+        if name not in tensors or tuple(tensors[name].shape) != weights.shape(name):
+            raise CheckpointError(
+                f"checkpoint {directory}: tensor {name!r} does not fit the model; it belongs to another one"
+            )
+    return tensors
 
 
 @torch.no_grad()
-def _copy_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], *, what: str) -> None:
-    """In place, so that whoever holds the parameters keeps them; every tensor must be there, and match."""
-    own = module.state_dict()
-    missing = sorted(set(named_tensors(module)) - set(tensors))
-    if missing:
-        raise CheckpointError(f"{what}: tensor {missing[0]!r} is missing; it belongs to another model")
-    for name, tensor in tensors.items():
-        if name not in own or own[name].shape != tensor.shape:
+def _restore_reference(directory: Path, reference: Weights) -> None:
+    saved = open_files(directory, "reference")
+    if saved is None:
+        raise CheckpointError(
+            f"checkpoint {directory}: it was written without a KL reference; resume with kl set to 'none'"
+        )
+    for name in reference.names():
+        if name not in saved or saved[name].shape != reference.shape(name):
             raise CheckpointError(
-                f"{what}: tensor {name!r} does not fit the model; it belongs to another one"
+                f"checkpoint {directory}: tensor {name!r} of the reference is missing or does not fit; "
+                "it belongs to another model"
             )
-        own[name].copy_(tensor)
+        reference.local(name).copy_(saved[name].rows(reference.own_rows(name)))
 
 
-def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+def _optimizer_entries(weights: Weights, optimizer: torch.optim.Optimizer) -> Iterator[Entry]:
+    for name, parameter in weights.model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            # A count is the same on every rank, a moment lies where its parameter does.
+            like = name if value.ndim else None
+            yield Entry(f"{name}:{key}", like, weights.local_of(value))
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    tensors = {
-        f"{name}:{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-    return _contiguous(tensors)
-
-
-def _restore_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
-) -> None:
-    parameters = dict(model.named_parameters())
+def _restore_optimizer(directory: Path, weights: Weights, optimizer: torch.optim.Optimizer) -> None:
+    parameters = dict(weights.model.named_parameters())
+    saved = open_files(directory, "optimizer")
+    if saved is None:
+        raise CheckpointError(f"checkpoint {directory}: optimizer.safetensors is missing; {_REMEDY_READ}")
     optimizer.state.clear()
-    for label, tensor in tensors.items():
+    for label, tensor in saved.items():
         name, _, key = label.rpartition(":")
         parameter = parameters[name]
-        optimizer.state[parameter][key] = tensor.to(parameter.device)
+        rows = weights.own_rows(name) if tensor.shape else None
+        optimizer.state[parameter][key] = weights.placed_like(parameter, tensor.rows(rows))
 
 
 def _rng_tensors() -> dict[str, torch.Tensor]:

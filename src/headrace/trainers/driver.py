@@ -8,7 +8,7 @@ in the caller's thread, in an order that depends on nothing but the calls.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -25,13 +25,26 @@ class TrainerDriver:
     def __init__(self, core: TorchTrainer, *, threaded: bool, role: str = "trainer") -> None:
         self._core = core
         self._role = role
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=role) if threaded else None
+        self._thread: ThreadPoolExecutor | None = None
+        if threaded:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=role, initializer=core.bind_thread)
 
     async def step(self, batch: TrainBatch) -> StepResult:
         return await self._run(lambda: self._core.step(batch))
 
+    async def step_share(self, parts: Sequence[TrainBatch]) -> StepResult:
+        """One of several ranks: this one's share of every minibatch."""
+        return await self._run(lambda: self._core.step_parts(parts))
+
+    async def publish_share(self, version: int | None) -> WeightManifest | None:
+        """One of several ranks: its part in ``publish``, or with None in ``publish_whole``."""
+        return await self._run(lambda: self._core.publish_share(version))
+
     async def publish(self, version: int) -> WeightManifest:
         return await self._run(lambda: self._core.publish(version))
+
+    async def publish_whole(self) -> WeightManifest:
+        return await self._run(self._core.publish_whole)
 
     async def retire(self, version: int) -> None:
         await self._run(lambda: self._core.retire(version))
@@ -49,7 +62,11 @@ class TrainerDriver:
             version=core.version,
             progress=core.num_tokens,
             seconds=core.ledger.seconds(),
-            counters={"num_steps": float(core.num_steps), "num_tokens": float(core.num_tokens)},
+            counters={
+                "num_steps": float(core.num_steps),
+                "num_tokens": float(core.num_tokens),
+                "num_weights": float(core.num_weights),
+            },
         )
 
     async def close(self) -> None:

@@ -43,6 +43,7 @@ class RowTensors:
     targets_N: torch.Tensor
     temperatures_N: torch.Tensor
     sequence_N: torch.Tensor
+    sequence_T: torch.Tensor
     num_sequences: int
 
 
@@ -60,6 +61,7 @@ def row_tensors(row: PackedRow, *, device: torch.device | str) -> RowTensors:
         targets_N=put(row.token_ids[loss_tokens]),
         temperatures_N=put(row.temperatures[loss_tokens]),
         sequence_N=put(row.sequence[loss_tokens]),
+        sequence_T=put(row.sequence),
         num_sequences=row.num_sequences,
     )
 

@@ -4,19 +4,24 @@ In: a float32 model. Out: the same model computed with in another dtype: a copy 
 whose parameters are refreshed in place after every update, and whose gradients land in the float32
 model's. They are added up there in float32: a step has many rows, and in bf16 the later ones would be
 rounded away against the sum of those before. Buffers that are not saved (rotary tables) stay float32.
+
+``ShardedWeights`` has the same surface over several ranks.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headrace.models.tensors import named_tensors
+from headrace.models.tensors import named_tensors, to_blobs
+from headrace.trainers.logprobs import RowTensors, decoder_output, token_logprobs
+from headrace.trainers.ranks import ALONE
+from headrace.types import TensorBlob
 
 
 def compute_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -32,12 +37,16 @@ def compute_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 class MasterWeights:
-    """``model`` holds the weights; ``policy`` is what is computed, the model itself in float32."""
+    """``model`` holds the weights; ``policy`` is what is computed, the model itself in its own dtype."""
+
+    ranks = ALONE
+    held_bytes = 0
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self.model = self.policy = model
+        self.device, self.dtype = model.device, dtype
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if dtype == torch.float32:
+        if dtype == model.dtype:
             return
         self.policy = compute_copy(model, dtype)
         mirrors, masters = named_tensors(self.policy), named_tensors(model)
@@ -46,6 +55,54 @@ class MasterWeights:
             if master.requires_grad:
                 mirror.requires_grad_(True)
                 mirror.register_post_accumulate_grad_hook(hand_over_to(master))
+
+    def logprobs(self, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_logprobs(self.policy, row)
+
+    def hidden(self, row: RowTensors) -> torch.Tensor:
+        return decoder_output(self.policy, row)
+
+    def begin_row(self, *, is_last: bool) -> None:
+        """Nothing to do: gradients are added up where they are."""
+
+    def clip_gradients(self, limit: float) -> float:
+        """The norm before longer gradients are scaled down to ``limit``."""
+        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+
+    def blobs(self) -> Iterator[TensorBlob]:
+        return to_blobs(self.policy)
+
+    def names(self) -> list[str]:
+        return list(named_tensors(self.model))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.local(name).shape)
+
+    def local(self, name: str) -> torch.Tensor:
+        """This rank's part of a tensor, which here is all of it."""
+        return named_tensors(self.model)[name].detach()
+
+    def own_rows(self, name: str) -> None:
+        """The rows this rank has of a tensor; None: all."""
+
+    def gathered(self, name: str, local: torch.Tensor, *, to: int) -> torch.Tensor:
+        return local
+
+    def local_of(self, state: torch.Tensor) -> torch.Tensor:
+        """This rank's part of something the optimizer keeps."""
+        return state
+
+    def placed_like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """The reverse of ``local_of``, beside the parameter it belongs to."""
+        return local.to(parameter.device)
+
+    @torch.no_grad()
+    def fill(self, whole: Mapping[str, torch.Tensor] | None) -> None:
+        """Replace the weights, in place, so that whoever holds the parameters keeps them."""
+        assert whole is not None
+        for name, tensor in named_tensors(self.model).items():
+            tensor.copy_(whole[name])
+        self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:

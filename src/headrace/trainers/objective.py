@@ -49,6 +49,8 @@ class RowOutcome:
     tokens: TokenLoss
     capped_N: torch.Tensor
     """bool: the importance weight was cut at its cap."""
+    balance: torch.Tensor | None = None
+    """The part of ``loss`` due to unevenly used experts, before its coefficient; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

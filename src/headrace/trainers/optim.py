@@ -11,6 +11,8 @@ from typing import Literal, get_args
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from headrace.errors import ConfigError
 
@@ -25,12 +27,21 @@ def build_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> torch.optim.AdamW:
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trainable if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # One fused update moves parameters that are spread over the same ranks.
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
     return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
+        [
+            {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0}
+            for (is_matrix, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
+        ],
+        lr=learning_rate,
+        betas=betas,
+        eps=eps,
+        fused=True,
     )
 
 

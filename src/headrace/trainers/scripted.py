@@ -17,7 +17,7 @@ import numpy as np
 from headrace.errors import CheckpointError
 from headrace.protocols import WeightSender
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
-from headrace.types import RoleStatus, StepResult, TensorBlob, TrainBatch, WeightManifest
+from headrace.types import BundleKind, RoleStatus, StepResult, TensorBlob, TrainBatch, WeightManifest
 
 FILE = "counts.json"
 
@@ -52,11 +52,17 @@ class ScriptedTrainer:
         return StepResult(step=batch.step, version=self._version, num_loss_tokens=num_tokens)
 
     async def publish(self, version: int) -> WeightManifest:
+        return self._send(version, None)
+
+    async def publish_whole(self) -> WeightManifest:
+        async with self._busy:
+            return self._send(self._version, "full")
+
+    def _send(self, version: int, kind: BundleKind | None) -> WeightManifest:
         if self._sender is not None:
             data = np.frombuffer(json.dumps(self.counts).encode(), np.uint8)
-            return self._sender.send(
-                version, [TensorBlob(name="counts", dtype="U8", shape=(data.size,), data=data)]
-            )
+            blob = TensorBlob(name="counts", dtype="U8", shape=(data.size,), data=data)
+            return self._sender.send(version, [blob], kind=kind)
         return WeightManifest(
             version=version,
             base_version=None,

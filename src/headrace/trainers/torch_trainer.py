@@ -1,14 +1,15 @@
-"""Batches -> weights, on one device.
+"""Batches -> weights, on one device or as one of several ranks.
 
 In: a causal language model and ``TrainBatch`` objects in order. Out: ``StepResult``, published weights,
 checkpoints. Every token of an optimizer step is weighed by one normaliser, counted before the first
 backward, so rows may be cut in any way; gradients accumulate over the rows and the optimizer moves once
 per minibatch. A step that is not finite is never applied: it raises, or is skipped and says so, and the
 version advances either way. ``model`` holds float32 weights, ``policy`` is what is computed and published:
-the same model in float32, a copy in bf16. With ``lora`` the weights that are trained, kept and published are an
-adapter's alone (``adapter_weights``), and the reference of a KL term is the policy without it. On a GPU the
-policy's layers are compiled, and those that do not fit into memory are recomputed in the backward. Dropout is
-off, since the policy that is trained must be the one that was sampled from.
+the same model in float32, a copy in bf16. Where several ranks train together, each holds a slice of the
+weights, is given its share of every batch, and all take every decision alike. With ``lora`` the weights that
+are trained, kept and published are an adapter's alone, and the reference of a KL term is the policy without
+it. On a GPU the policy's layers are compiled, and those that do not fit into memory are recomputed in the
+backward. Dropout is off, since the policy that is trained must be the one that was sampled from.
 
 Every moment is charged to the ledger: forward-backward, optimizer, publishing, checkpoint, else
 waiting-for-batch.
@@ -23,31 +24,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from headrace.algos.aggregation import Aggregation, check_aggregation
 from headrace.algos.corrections import CorrectionName, LossName
 from headrace.algos.kl import KLName
+from headrace.data.dealing import minibatches
 from headrace.errors import ConfigError, InvariantError, TrainingError
 from headrace.models.lora import LoraSpec
-from headrace.models.tensors import to_blobs
 from headrace.protocols import WeightSender
 from headrace.timekeeping import TimeLedger
-from headrace.trainers.adapter_weights import AdapterModule, AdapterWeights
+from headrace.trainers.adapter_weights import AdapterWeights
+from headrace.trainers.balance import ExpertBalance
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
-from headrace.trainers.forward_check import check_forward
-from headrace.trainers.logprobs import token_logprobs
-from headrace.trainers.master_weights import MasterWeights, compute_copy
 from headrace.trainers.metrics import RowRecord, step_metrics
-from headrace.trainers.objective import Objective
+from headrace.trainers.objective import Objective, RowOutcome
 from headrace.trainers.optim import Schedule, build_adamw, check_schedule, rate_factor, set_learning_rate
+from headrace.trainers.placement import place_weights
+from headrace.trainers.ranks import ALONE, Ranks
 from headrace.trainers.rows import TrainRow, train_rows
-from headrace.types import StepResult, TrainBatch, WeightManifest
+from headrace.types import BundleKind, StepResult, TrainBatch, WeightManifest
 
 ComputeDtype = Literal["fp32", "bf16"]
+_NOTHING = "no loss tokens"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -58,8 +59,11 @@ class TorchTrainer:
         self,
         model: PreTrainedModel,
         *,
-        sender: WeightSender,
+        sender: WeightSender | None,
         ledger: TimeLedger,
+        ranks: Ranks = ALONE,
+        expert_ranks: int = 1,
+        offload: bool = False,
         tokenizer_dir: Path | None = None,
         loss: LossName = "ppo",
         aggregation: Aggregation = "token-mean",
@@ -71,6 +75,7 @@ class TorchTrainer:
         tis_cap: float = 2.0,
         kl: KLName = "none",
         kl_coef: float = 0.0,
+        balance_coef: float = 0.0,
         learning_rate: float = 1e-6,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
@@ -85,13 +90,14 @@ class TorchTrainer:
         share_prefixes: bool | None = None,
         eager: bool = False,
         lora: LoraSpec | None = None,
-        policy: str = "policy",
     ) -> None:
-        """``model`` is taken over: it is moved to float32 and to packed attention. ``compute_dtype`` is what
-        it is computed and published in. ``lora``: train this adapter and leave the model's own weights alone;
-        engines know it as ``policy``. ``max_tokens`` is the constant of aggregation
-        ``seq-mean-token-sum-norm``; ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt
-        once for all attempts at it (None: on a GPU); ``eager`` compiles nothing, for debugging."""
+        """``model`` is taken over: it is moved to float32 and to packed attention. Of several ``ranks`` the
+        first has the model's weights and the ``sender``, on the others ``model`` is hollow; groups of
+        ``expert_ranks`` divide a mixture's experts. ``offload`` keeps weights and optimizer state in host
+        memory, for ranks with a process group. ``compute_dtype`` is what the model is computed and published
+        in. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``; ``grad_clip`` None clips
+        nothing. ``share_prefixes`` computes a prompt once for all attempts at it (None: on a GPU); ``eager``
+        compiles nothing, for debugging. ``lora``: train this adapter and leave the model's own weights alone."""
         self.objective = Objective(
             loss=loss,
             correction=correction,
@@ -111,81 +117,125 @@ class TorchTrainer:
         self._grad_clip, self._row_tokens, self._minibatches = grad_clip, row_tokens, minibatches
         self._on_nonfinite = on_nonfinite
         self._sender, self.ledger, self._tokenizer_dir = sender, ledger, tokenizer_dir
-        self._policy_name = policy
-        self._masters, self._reference = _place(
-            model.eval(), _DTYPES[compute_dtype], lora, with_reference=self.objective.needs_reference
+        dtype, with_reference = _DTYPES[compute_dtype], self.objective.needs_reference
+        self._weights, self._reference = place_weights(
+            model, dtype, lora, with_reference, ranks=ranks, expert_ranks=expert_ranks, offload=offload
         )
-        self.model: PreTrainedModel | AdapterModule = self._masters.model
-        self.policy = self._masters.policy
-        on_gpu = self.model.device.type == "cuda"
+        self.model, self.policy = self._weights.model, self._weights.policy
+        self._ranks, self._device = ranks, self._weights.device
+        self._balance, self._balance_coef = ExpertBalance(self.policy) if balance_coef else None, balance_coef
+        on_gpu = self._device.type == "cuda"
         self._share_prefixes = on_gpu if share_prefixes is None else share_prefixes
-        self.blocks = DecoderBlocks(self.policy, compiled=on_gpu and not eager)
-        if self._reference is not None:
-            DecoderBlocks(self._reference, compiled=on_gpu and not eager)
+        self.blocks = self._build_blocks(compiled=on_gpu and not eager and expert_ranks == 1)
         self.optimizer = build_adamw(
             self.model, learning_rate=learning_rate, betas=betas, weight_decay=weight_decay
         )
         self.version, self.num_steps, self.num_tokens = 0, 0, 0
         ledger.switch("waiting-for-batch")
 
+    def _build_blocks(self, *, compiled: bool) -> DecoderBlocks:
+        """Experts that exchange tokens and routers that are listened to are left uncompiled: both rely on hooks
+        inside the layer, which compiled code does not run."""
+        compiled = compiled and self._balance is None
+        if self._reference is not None:
+            DecoderBlocks(self._reference.policy, compiled=compiled)
+        return DecoderBlocks(self.policy, compiled=compiled, ranks=self._ranks, hidden=self._weights.hidden)
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers this rank trains."""
+        return sum(self._weights.local_of(parameter).numel() for parameter in self.model.parameters())
+
+    def bind_thread(self) -> None:
+        """To be called by the thread that computes: which GPU is meant is a thread's own setting."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
     def step(self, batch: TrainBatch) -> StepResult:
         """Train on ``batch``; on a loss or gradient that is not finite, raise TrainingError or skip."""
-        _check_batch(batch, version=self.version, num_steps=self.num_steps)
+        return self.step_parts(minibatches(batch, self._minibatches))
+
+    def step_parts(self, parts: Sequence[TrainBatch]) -> StepResult:
+        """One step over minibatches that were dealt out; of each, this rank has its share. All ranks return
+        the same."""
+        for part in parts:
+            _check_batch(part, version=self.version, num_steps=self.num_steps)
+        step = parts[0].step
         rate = self._learning_rate * rate_factor(
-            batch.step,
-            schedule=self._schedule,
-            warmup_steps=self._warmup_steps,
-            total_steps=self._total_steps,
+            step, schedule=self._schedule, warmup_steps=self._warmup_steps, total_steps=self._total_steps
         )
         set_learning_rate(self.optimizer, rate)
         records: list[RowRecord] = []
         norms: list[float] = []
         skipped: str | None = None
         with self.ledger.activity("forward-backward"):
-            minibatches = self.prepare(batch)
-            for index, rows in enumerate(minibatches):
-                part = f"minibatch {index + 1} of {len(minibatches)}: " if len(minibatches) > 1 else ""
+            for index, rows in enumerate(self._prepare(parts)):
+                name = f"minibatch {index + 1} of {len(parts)}: " if len(parts) > 1 else ""
                 recorded = self.accumulate(rows, before_update=index == 0)
                 records += recorded
                 norm, reason = self._update(recorded)
                 norms.append(norm)
-                if reason is not None and self._on_nonfinite == "stop" and recorded:
+                if reason is not None and self._on_nonfinite == "stop" and reason != _NOTHING:
                     raise TrainingError(
-                        f"step {batch.step}: {part}{reason}; lower trainer.learning_rate, "
+                        f"step {step}: {name}{reason}; lower trainer.learning_rate, "
                         "or set trainer.on_nonfinite to skip"
                     )
-                skipped = skipped if reason is None else part + reason
-            metrics = step_metrics(records)
-        self.version, self.num_steps = batch.version + 1, batch.step
+                skipped = skipped if reason is None else name + reason
+            metrics = step_metrics(records, self._ranks)
+        num_loss_tokens, num_rows = self._ranks.totals(
+            sum(record.policy_logprobs_N.numel() for record in records), len(records)
+        )
+        self.version, self.num_steps = parts[0].version + 1, step
         return StepResult(
-            step=batch.step,
+            step=step,
             version=self.version,
-            num_loss_tokens=sum(int(record.policy_logprobs_N.numel()) for record in records),
+            num_loss_tokens=int(num_loss_tokens),
             skipped=skipped,
-            metrics=metrics
-            | {"grad_norm": max(norms), "learning_rate": rate, "num_rows": float(len(records))},
+            metrics=metrics | {"grad_norm": max(norms), "learning_rate": rate, "num_rows": num_rows},
         )
 
     def publish(self, version: int) -> WeightManifest:
         """Copy the current weights out through the sender."""
-        if version != self.version:
+        manifest = self.publish_share(version)
+        assert manifest is not None, "only a rank without a sender has nothing to announce"
+        return manifest
+
+    def publish_whole(self) -> WeightManifest:
+        """Copy all current weights out, whatever form they usually travel in."""
+        manifest = self.publish_share(None)
+        assert manifest is not None, "only a rank without a sender has nothing to announce"
+        return manifest
+
+    def publish_share(self, version: int | None) -> WeightManifest | None:
+        """This rank's part in ``publish``, or with None in ``publish_whole``; None on the ranks that have no
+        sender."""
+        if version not in (None, self.version):
             raise InvariantError(
                 f"publish: version {version} was asked for, but the weights are {self.version}"
             )
+        adapter = self._weights if isinstance(self._weights, AdapterWeights) else None
+        kind: BundleKind | None = "adapter" if adapter else "full" if version is None else None
         with self.ledger.activity("publishing"):
-            if isinstance(self._masters, AdapterWeights):
-                manifest = self._sender.send(version, self._masters.blobs())
-                return replace(manifest, kind="adapter", policy=self._policy_name)
-            return self._sender.send(version, to_blobs(self.policy))
+            blobs = self._weights.blobs()
+            try:
+                if self._sender is None:
+                    return None
+                manifest = self._sender.send(self.version, blobs, kind=kind)
+                return replace(manifest, policy=adapter.policy_name) if adapter else manifest
+            finally:
+                # The other ranks count on this one for every tensor, also after a sender that failed.
+                for _ in blobs:
+                    pass
 
     def retire(self, version: int) -> None:
-        self._sender.retire(version)
+        if self._sender is not None:
+            self._sender.retire(version)
 
     def save(self, directory: Path) -> None:
         with self.ledger.activity("checkpoint"):
             save_state(
                 directory,
-                model=self.model,
+                weights=self._weights,
                 optimizer=self.optimizer,
                 reference=self._reference,
                 tokenizer_dir=self._tokenizer_dir,
@@ -195,49 +245,59 @@ class TorchTrainer:
     def load(self, directory: Path) -> int:
         with self.ledger.activity("loading"):
             position = load_state(
-                directory, model=self.model, optimizer=self.optimizer, reference=self._reference
+                directory, weights=self._weights, optimizer=self.optimizer, reference=self._reference
             )
-            self._masters.refresh()
         self.version, self.num_steps = position.version, position.step
         return self.version
 
     def close(self) -> None:
-        self._sender.close()
+        if self._sender is not None:
+            self._sender.close()
+        self._ranks.close()
 
     def prepare(self, batch: TrainBatch) -> list[list[TrainRow]]:
         """The rows of each minibatch, with prox and reference log-probabilities where the loss needs them."""
-        num_parts = max(min(self._minibatches, len(batch.samples)), 1)
-        parts = [
+        return self._prepare(minibatches(batch, self._minibatches))
+
+    def _prepare(self, parts: Sequence[TrainBatch]) -> list[list[TrainRow]]:
+        rows_of_parts = [
             train_rows(
-                [batch.samples[i] for i in indices],
-                version=batch.version,
+                part.samples,
+                version=part.version,
                 aggregation=self._aggregation,
                 max_tokens=self._max_tokens,
                 row_tokens=self._row_tokens,
                 share_prefixes=self._share_prefixes,
-                device=self.model.device,
+                device=self._device,
+                ranks=self._ranks,
             )
-            for indices in np.array_split(np.arange(len(batch.samples)), num_parts)
+            for part in parts
         ]
         if self.objective.needs_reference:
-            with self._masters.off() if isinstance(self._masters, AdapterWeights) else nullcontext():
-                parts = [[self._with_reference(row) for row in rows] for rows in parts]
+            with self._weights.off() if isinstance(self._weights, AdapterWeights) else nullcontext():
+                rows_of_parts = [self._with_reference(rows) for rows in rows_of_parts]
         # With one minibatch the policy is prox itself, and the extra pass would compute the same numbers.
-        if self.objective.needs_prox and num_parts > 1:
-            parts = [[self._with_prox(row) for row in rows] for rows in parts]
-        return parts
+        if self.objective.needs_prox and len(parts) > 1:
+            rows_of_parts = [[self._with_prox(row) for row in rows] for rows in rows_of_parts]
+        return rows_of_parts
 
     @torch.no_grad()
-    def _with_reference(self, row: TrainRow) -> TrainRow:
-        if row.inputs.ref_logprobs_N is not None:
-            return row
-        model = self.policy if self._reference is None else self._reference
-        logprobs_N, _ = token_logprobs(model, row.tensors)
-        return replace(row, inputs=replace(row.inputs, ref_logprobs_N=logprobs_N))
+    def _with_reference(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
+        reference = self._weights if self._reference is None else self._reference
+        # A row that any rank must compute is computed by all.
+        missing = self._ranks.largest(*(row.inputs.ref_logprobs_N is None for row in rows))
+        done = []
+        for row, is_missing in zip(rows, missing, strict=True):
+            logprobs_N = row.inputs.ref_logprobs_N
+            if is_missing:
+                computed_N, _ = reference.logprobs(row.tensors)
+                logprobs_N = computed_N if logprobs_N is None else logprobs_N
+            done.append(replace(row, inputs=replace(row.inputs, ref_logprobs_N=logprobs_N)))
+        return done
 
     @torch.no_grad()
     def _with_prox(self, row: TrainRow) -> TrainRow:
-        logprobs_N, _ = token_logprobs(self.policy, row.tensors)
+        logprobs_N, _ = self._weights.logprobs(row.tensors)
         return replace(row, inputs=replace(row.inputs, prox_logprobs_N=logprobs_N))
 
     def accumulate(
@@ -247,17 +307,22 @@ class TorchTrainer:
         optimizer's moments need not be kept free."""
         self.blocks.fit(
             max((row.tensors.token_ids_T.numel() for row in rows), default=0),
-            reserved_bytes=bytes_of_a_step(
+            reserved_bytes=self._weights.held_bytes
+            + bytes_of_a_step(
                 self.model,
                 self.policy.get_output_embeddings().weight,
                 self.optimizer if update_follows else None,
             ),
         )
         records = []
-        for row in rows:
-            logprobs_N, entropy_N = token_logprobs(self.policy, row.tensors)
-            outcome = self.objective(logprobs_N, row.inputs)
+        for index, row in enumerate(rows):
+            self._weights.begin_row(is_last=index == len(rows) - 1)
+            with self._balance or nullcontext():
+                logprobs_N, entropy_N = self._weights.logprobs(row.tensors)
+            outcome = self._with_balance(self.objective(logprobs_N, row.inputs), row)
             outcome.loss.backward()
+            if row.is_filler:
+                continue
             self.num_tokens += int(row.tensors.token_ids_T.numel())
             records.append(
                 RowRecord(
@@ -270,15 +335,23 @@ class TorchTrainer:
             )
         return records
 
+    def _with_balance(self, outcome: RowOutcome, row: TrainRow) -> RowOutcome:
+        if self._balance is None:
+            return outcome
+        imbalance = self._balance.loss(row.tensors.sequence_T, row.tensors.num_sequences) * row.sequence_share
+        return replace(
+            outcome, loss=outcome.loss + self._balance_coef * imbalance, balance=imbalance.detach()
+        )
+
     def _update(self, records: Sequence[RowRecord]) -> tuple[float, str | None]:
         """Move the weights; returns the gradient norm, and why nothing moved (None: it did)."""
         # Waits for a GPU to finish the backward, so that its time is not charged to the optimizer.
-        loss = float(sum(record.outcome.loss.detach() for record in records))
+        own_loss = float(sum(record.outcome.loss.detach() for record in records))
+        loss, num_rows = self._ranks.totals(own_loss, len(records))
         with self.ledger.activity("optimizer"):
-            if not records:
-                return 0.0, "no loss tokens"
-            limit = math.inf if self._grad_clip is None else self._grad_clip
-            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+            if not num_rows:
+                return 0.0, _NOTHING
+            norm = self._weights.clip_gradients(math.inf if self._grad_clip is None else self._grad_clip)
             reason = None
             if not math.isfinite(loss):
                 reason = f"the loss is not finite ({loss})"
@@ -286,26 +359,11 @@ class TorchTrainer:
                 reason = f"the gradient norm is not finite ({norm})"
             else:
                 self.optimizer.step()
-                self._masters.refresh()
+                self._weights.refresh()
             self.optimizer.zero_grad(set_to_none=True)
-            if self.model.device.type == "cuda":
-                torch.cuda.synchronize(self.model.device)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
             return norm, reason
-
-
-def _place(
-    model: PreTrainedModel, dtype: torch.dtype, lora: LoraSpec | None, *, with_reference: bool
-) -> tuple[MasterWeights | AdapterWeights, PreTrainedModel | None]:
-    """The weights to train, checked to be computed right, and a frozen copy of them where one is needed."""
-    if lora is not None:
-        adapter = AdapterWeights(model, dtype, lora)
-        check_forward(adapter.policy)
-        return adapter, None
-    check_forward(model.to(torch.float32))
-    masters = MasterWeights(model, dtype)
-    if masters.policy is not model:
-        check_forward(masters.policy)
-    return masters, compute_copy(masters.policy, dtype) if with_reference else None
 
 
 def _check_numbers(minibatches: int, row_tokens: int, learning_rate: float, grad_clip: float | None) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from headrace.errors import WeightSyncError
-from headrace.types import TensorBlob, TensorSlot, WeightManifest
+from headrace.types import BundleKind, TensorBlob, TensorSlot, WeightManifest
 from headrace.weights.bundle import check_slots, lay_out
 
 TRANSPORT = "cuda_ipc"
@@ -46,7 +46,9 @@ class CudaIpcSender:
         self._live: dict[int, _Buffer] = {}
         self._free: list[_Buffer] = []
 
-    def send(self, version: int, blobs: Iterable[TensorBlob]) -> WeightManifest:
+    def send(
+        self, version: int, blobs: Iterable[TensorBlob], *, kind: BundleKind | None = None
+    ) -> WeightManifest:
         """Copy the tensors aside; they stay valid until ``retire(version)``. Sending a version again
         replaces what was sent."""
         tensors = list(blobs)
@@ -60,7 +62,7 @@ class CudaIpcSender:
         return WeightManifest(
             version=version,
             base_version=None,
-            kind="full",
+            kind=kind or "full",
             transport=TRANSPORT,
             location=buffer.location,
             num_bytes=num_bytes,

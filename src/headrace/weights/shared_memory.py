@@ -9,8 +9,9 @@ and go.
 Invariant: a receiver yields the bytes of the version it was promised, or raises and yields nothing.
 A sender overwrites a segment only after ``retire``, and marks the header before the first byte changes.
 A reader that was given up on may still be at work then, so a receiver never trusts shared bytes: it copies
-them into memory of its own and verifies that copy, and only the copy is handed out. It reads
-the file instead of mapping it, because a mapped file that shrinks kills its reader with SIGBUS.
+them into memory of its own and verifies that copy, and only the copy is handed out. It maps the file (reading
+it is three times as slow) after a look at its length: a mapped file that shrinks kills its reader with
+SIGBUS, and no sender shortens one.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from pathlib import Path
 import numpy as np
 
 from headrace.errors import WeightSyncError
-from headrace.types import TensorBlob, WeightManifest
-from headrace.weights.bundle import ALIGNMENT_BYTES, check_slots, digest, lay_out, unpack
+from headrace.types import BundleKind, TensorBlob, WeightManifest
+from headrace.weights.bundle import check_slots, copy_and_digest, lay_out, on_host, unpack, views
 from headrace.weights.segment_directory import create_segment_directory, segment_root, sweep
 
 __all__ = ["SharedMemoryReceiver", "SharedMemorySender", "create_segment_directory", "segment_root", "sweep"]
@@ -38,6 +39,7 @@ HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8sqqQ16s")
 _MAGIC = b"HEADRACE"
 _FREE, _WRITING, _WHOLE = 0, 1, 2
+_NOTHING = np.zeros(0, np.uint8)
 
 
 class SharedMemorySender:
@@ -46,43 +48,50 @@ class SharedMemorySender:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._live: dict[int, _Segment] = {}
+        self._live: dict[tuple[int, str], _Segment] = {}
         self._free: list[_Segment] = []
         self._num_created = 0
 
-    def send(self, version: int, blobs: Iterable[TensorBlob]) -> WeightManifest:
+    def send(
+        self,
+        version: int,
+        blobs: Iterable[TensorBlob],
+        *,
+        kind: BundleKind | None = None,
+        base_version: int | None = None,
+        result: str = "",
+    ) -> WeightManifest:
         """Copy the tensors out; they stay valid until ``retire(version)``. Sending a version again
-        replaces what was sent."""
+        replaces what was sent of the same kind."""
+        kind = kind or "full"
         tensors = list(blobs)
         slots, num_bytes = lay_out(tensors)
         segment = self._take(num_bytes)
         segment.mark(_WRITING, version, num_bytes, bytes(16))
-        for slot, tensor in zip(slots, tensors, strict=True):
-            start = HEADER_BYTES + slot.offset
-            end = start + slot.num_bytes
-            gap_bytes = -slot.num_bytes % ALIGNMENT_BYTES
-            on_host = tensor.data if isinstance(tensor.data, np.ndarray) else tensor.data.cpu().numpy()
-            segment.map[start:end] = on_host.data
-            segment.map[end : end + gap_bytes] = bytes(gap_bytes)
-        with memoryview(segment.map) as whole, whole[HEADER_BYTES : HEADER_BYTES + num_bytes] as payload:
-            checksum = digest(version, slots, payload)
+        checksum = copy_and_digest(version, slots, on_host(tensors), views(slots, segment.payload))
         segment.mark(_WHOLE, version, num_bytes, bytes.fromhex(checksum))
-        self.retire(version)
-        self._live[version] = segment
+        self._free_segment(version, kind)
+        self._live[version, kind] = segment
         return WeightManifest(
             version=version,
-            base_version=None,
-            kind="full",
+            base_version=base_version,
+            kind=kind,
             transport=TRANSPORT,
             location=str(segment.path),
             num_bytes=num_bytes,
             digest=checksum,
             slots=slots,
+            result=result,
         )
 
     def retire(self, version: int) -> None:
-        """Free the version's segment for another; a version that is not held is already retired."""
-        segment = self._live.pop(version, None)
+        """Free the version's segments for another; a version that is not held is already retired."""
+        for held, kind in list(self._live):
+            if held == version:
+                self._free_segment(version, kind)
+
+    def _free_segment(self, version: int, kind: str) -> None:
+        segment = self._live.pop((version, kind), None)
         if segment is not None:
             segment.mark(_FREE, version, 0, bytes(16))
             self._free.append(segment)
@@ -122,7 +131,7 @@ class _Segment:
                     os.posix_fallocate(descriptor, 0, size)
                 else:
                     os.ftruncate(descriptor, size)
-                self.map = mmap.mmap(descriptor, size)
+                self._map = mmap.mmap(descriptor, size)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -132,11 +141,13 @@ class _Segment:
                 "free): make room there or raise the size of /dev/shm"
             ) from error
 
+        self.payload = np.frombuffer(self._map, np.uint8, offset=HEADER_BYTES)
+
     def mark(self, state: int, version: int, num_bytes: int, checksum: bytes) -> None:
-        _HEADER.pack_into(self.map, 0, _MAGIC, state, version, num_bytes, checksum)
+        _HEADER.pack_into(self._map, 0, _MAGIC, state, version, num_bytes, checksum)
 
     def remove(self) -> None:
-        self.map.close()
+        """The memory is given back once nothing refers to it any more."""
         self.path.unlink(missing_ok=True)
 
 
@@ -146,6 +157,8 @@ class SharedMemoryReceiver:
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._lent: weakref.ref[np.ndarray] | None = None
+        self._mapped: dict[str, tuple[int, np.ndarray]] = {}
+        """By path: the inode, and the payload as uint8."""
 
     def receive(self, manifest: WeightManifest) -> Iterator[TensorBlob]:
         """Verifies a private copy of the bundle now, then yields it tensor by tensor.
@@ -157,8 +170,19 @@ class SharedMemoryReceiver:
         try:
             with open(manifest.location, "rb", buffering=0) as file:
                 _check_header(file.fileno(), manifest)
-                num_read = _read_into(file.fileno(), private.data)
-                _check_payload(file.fileno(), manifest, private.data, num_read)
+                shared = self._map(manifest.location, file.fileno())
+                found = copy_and_digest(
+                    manifest.version,
+                    manifest.slots,
+                    views(manifest.slots, shared),
+                    views(manifest.slots, private),
+                )
+                if found != manifest.digest:
+                    _check_header(file.fileno(), manifest)  # names the cause where the header can tell
+                    raise WeightSyncError(
+                        f"version {manifest.version} at {manifest.location} does not match its digest: the bytes "
+                        "are torn or overwritten; publish the weights again"
+                    )
         except FileNotFoundError:
             raise WeightSyncError(
                 f"version {manifest.version} is not at {manifest.location}: its segment was removed; "
@@ -168,6 +192,19 @@ class SharedMemoryReceiver:
 
     def close(self) -> None:
         self._memory = self._lent = None
+        self._mapped.clear()
+
+    def _map(self, path: str, descriptor: int) -> np.ndarray:
+        """uint8, the payload of an open segment. Mappings are kept while the file is there: senders use their
+        segments again, and a new mapping costs as much as reading through it."""
+        status = os.fstat(descriptor)
+        inode, payload = self._mapped.get(path, (-1, _NOTHING))
+        if inode != status.st_ino or HEADER_BYTES + len(payload) != status.st_size:
+            self._mapped = {p: kept for p, kept in self._mapped.items() if p != path and os.path.exists(p)}
+            whole = mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
+            payload = np.frombuffer(whole, np.uint8, offset=HEADER_BYTES)
+            self._mapped[path] = (status.st_ino, payload)
+        return payload
 
     def _private_memory(self, num_bytes: int) -> np.ndarray:
         """uint8 [num_bytes]. Every tensor handed out keeps this array alive as its base, so once it is gone,
@@ -194,30 +231,6 @@ def _check_header(descriptor: int, manifest: WeightManifest) -> None:
         raise WeightSyncError(f"{what} was {'retired' if state == _FREE else 'never finished'}")
     if num_bytes != manifest.num_bytes or checksum.hex() != manifest.digest:
         raise WeightSyncError(f"{what} holds another bundle than the one announced: it was sent again")
-
-
-def _read_into(descriptor: int, payload: memoryview) -> int:
-    num_read = 0
-    while num_read < len(payload):
-        with payload[num_read:] as rest:
-            num_new = os.preadv(descriptor, [rest], HEADER_BYTES + num_read)
-        if num_new == 0:
-            break
-        num_read += num_new
-    return num_read
-
-
-def _check_payload(descriptor: int, manifest: WeightManifest, payload: memoryview, num_read: int) -> None:
-    if (
-        num_read == manifest.num_bytes
-        and digest(manifest.version, manifest.slots, payload) == manifest.digest
-    ):
-        return
-    _check_header(descriptor, manifest)  # names the cause where the header can tell
-    raise WeightSyncError(
-        f"version {manifest.version} at {manifest.location} does not match its digest: the bytes are torn or "
-        "overwritten; publish the weights again"
-    )
 
 
 def _free_bytes(directory: Path) -> int:

@@ -27,7 +27,7 @@ class MemoryReceiver:
         self.bundles = {}
         self.closed = False
 
-    def receive(self, manifest):
+    def receive(self, manifest, base=()):
         yield from self.bundles[manifest.version]
 
     def close(self):
@@ -168,9 +168,9 @@ def test_requests_go_on_while_an_update_is_read(driver, make_request, monkeypatc
     driver._threaded = True
     read, receive = threading.Event(), driver._receiver.receive
 
-    def receive_late(told):
+    def receive_late(told, base):
         assert read.wait(WAIT_S), "the engine stood still while the update was read"
-        return receive(told)
+        return receive(told, base)
 
     monkeypatch.setattr(driver._receiver, "receive", receive_late)
 

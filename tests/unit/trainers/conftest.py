@@ -19,7 +19,7 @@ class MemorySender:
         self.sent: dict[int, dict[str, TensorBlob]] = {}
         self.closed = False
 
-    def send(self, version: int, blobs: Iterable[TensorBlob]) -> WeightManifest:
+    def send(self, version: int, blobs: Iterable[TensorBlob], *, kind: str | None = None) -> WeightManifest:
         kept = {}
         slots = []
         for blob in blobs:
@@ -34,7 +34,7 @@ class MemorySender:
         return WeightManifest(
             version=version,
             base_version=None,
-            kind="full",
+            kind=kind or "full",
             transport="memory",
             location="",
             num_bytes=sum(slot.num_bytes for slot in slots),

@@ -44,7 +44,7 @@ def stir(trainer, seed=3):
         for name, parameter in trainer.model.named_parameters():
             if "lora_A" not in name:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    trainer._masters.refresh()
+    trainer._weights.refresh()
 
 
 def policy_logprobs(trainer, ids=IDS):
@@ -172,7 +172,7 @@ def test_the_reference_is_the_model_without_the_adapter(make_model, make_trainer
 
 
 def test_an_adapter_is_published_in_its_own_bytes(make_trainer, make_batch, sender):
-    trainer = make_trainer(policy="solver")
+    trainer = make_trainer(LoraSpec(rank=4, alpha=8.0, policy="solver"))
     manifest = trainer.publish(0)
     assert (manifest.kind, manifest.policy, manifest.base_version) == ("adapter", "solver", None)
     own = sum(4 * p.numel() for p in trainer.model.parameters())
@@ -212,7 +212,7 @@ def test_layers_with_adapters_compile_as_one_piece_of_code(make_trainer):
     for length in (9, 19, 14):
         for part in parts:
             part(torch.randn(1, length, 32)).sum().backward()
-    with torch.no_grad(), trainer._masters.off():
+    with torch.no_grad(), trainer._weights.off():
         for part in parts:
             part(torch.randn(1, 11, 32))
     parts[0](torch.randn(1, 12, 32)).sum().backward()

@@ -1,0 +1,76 @@
+"""Where a trainer's weights live: on one device, or in slices over ranks; all of them, or an adapter's.
+
+In: a model, whole on the first rank. Out: the weights that are trained, and a frozen copy of them where the loss
+needs one. The model is checked before it is given away, while one rank still has all of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from headrace.errors import ConfigError
+from headrace.models.lora import LoraSpec
+from headrace.models.packed_attention import use_packed_attention
+from headrace.models.tensors import named_tensors
+from headrace.trainers.adapter_weights import AdapterWeights
+from headrace.trainers.forward_check import check_forward
+from headrace.trainers.master_weights import MasterWeights, compute_copy
+from headrace.trainers.ranks import Ranks
+from headrace.trainers.sharded_weights import ShardedWeights, hollow_copy
+
+Weights = MasterWeights | ShardedWeights
+
+
+def place_weights(
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    lora: LoraSpec | None,
+    with_reference: bool,
+    *,
+    ranks: Ranks,
+    expert_ranks: int,
+    offload: bool,
+) -> tuple[Weights, Weights | None]:
+    """Ranks without a device of their own are one process that trains alone. With ``lora`` no copy is needed: the
+    policy without its adapter is the reference."""
+    if lora is not None:
+        return _adapter(model.eval(), dtype, lora, ranks), None
+    model = model.to(torch.float32).eval()
+    if ranks.is_first:
+        check_forward(model)
+    else:
+        use_packed_attention(model)
+    if ranks.device is None:
+        return _on_one_device(model, dtype, with_reference)
+    reference = None
+    if with_reference:
+        reference = ShardedWeights(
+            hollow_copy(model, dtype),
+            dtype,
+            ranks=ranks,
+            expert_ranks=expert_ranks,
+            offload=offload,
+            source=named_tensors(model),
+        )
+    weights = ShardedWeights(model, dtype, ranks=ranks, expert_ranks=expert_ranks, offload=offload)
+    return weights, reference
+
+
+def _adapter(model: PreTrainedModel, dtype: torch.dtype, lora: LoraSpec, ranks: Ranks) -> AdapterWeights:
+    if ranks.device is not None:
+        raise ConfigError(
+            "lora.rank: an adapter is trained on one rank, without offload: set trainer.ranks = 1"
+        )
+    weights = AdapterWeights(model, dtype, lora)
+    check_forward(weights.policy)
+    return weights
+
+
+def _on_one_device(
+    model: PreTrainedModel, dtype: torch.dtype, with_reference: bool
+) -> tuple[MasterWeights, MasterWeights | None]:
+    masters = MasterWeights(model, dtype)
+    if masters.policy is not model:
+        check_forward(masters.policy)
+    return masters, MasterWeights(compute_copy(masters.policy, dtype), dtype) if with_reference else None

@@ -1,0 +1,161 @@
+"""Who asks for weights, and the broadcasts that answer them.
+
+In: questions that receivers leave in the store (``ask/N``). Out: a plan for each (``plan/N``) and a broadcast to
+all who wanted the same bundle. One thread takes in questions and gives each broadcast a thread of its own, which
+it leaves behind when it takes too long.
+
+Receivers of an update ask at about the same time, so whoever asks first waits ``settle_s`` at most for as many as
+came the time before. A group is used again if exactly its members ask and all still have it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Event
+
+import torch
+from torch.distributed import TCPStore
+
+from headrace.errors import WeightSyncError
+from headrace.weights.process_group import Abandonable, Backend, Group, connect
+
+_POLL_S = 0.005
+_IDLE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where sender and receivers meet, and how long each waits there."""
+
+    host: str
+    port: int
+    deadline_s: float
+
+    def connect(self) -> TCPStore:
+        return connect(self.host, self.port, self.deadline_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A receiver that waits for a bundle."""
+
+    offer: int
+    member: str
+    group: str
+    """Name of the group it still has; empty: none."""
+    gpu: str
+    """Empty: it has none."""
+
+
+class Desk:
+    """Answers questions until ``closed``. ``find`` gives the bytes of an offer, or None once it is retired."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        find: Callable[[int], torch.Tensor | None],
+        *,
+        num_expected: int,
+        settle_s: float,
+    ) -> None:
+        self._meeting = meeting
+        self._find = find
+        self._num_expected = num_expected
+        self._settle_s = settle_s
+        self._num_read = 0
+        self._waiting: dict[int, Ask] = {}
+        """Questions by number."""
+        self._num_groups = 0
+        self._group: tuple[Group, tuple[str, ...]] | None = None
+        """The last group that did its work, and who is in it."""
+        self.busy = Event()
+        """Set while bundles are on offer, and questions to be expected."""
+        self.closed = Event()
+
+    def run(self) -> None:
+        store = self._meeting.connect()
+        while not self.closed.is_set():
+            self._read(store)
+            if self._waiting:
+                self._answer(self._gather(store))
+            elif self.busy.is_set():
+                time.sleep(_POLL_S)
+            else:
+                self.busy.wait(_IDLE_S)
+
+    def _gather(self, store: TCPStore) -> dict[int, Ask]:
+        """Those who want what the first one wants, once all are there or it has waited long enough."""
+        offer = next(iter(self._waiting.values())).offer
+        deadline = time.monotonic() + self._settle_s
+        while True:
+            self._read(store)
+            batch = {number: ask for number, ask in self._waiting.items() if ask.offer == offer}
+            # Who asked again has given up its first question.
+            newest = {ask.member: number for number, ask in batch.items()}
+            if len(newest) >= self._num_expected or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_S)
+        self._num_expected = len(newest)
+        for number in batch:
+            del self._waiting[number]
+        return {number: batch[number] for number in newest.values()}
+
+    def _answer(self, batch: dict[int, Ask]) -> None:
+        call = Abandonable(lambda: self._broadcast(batch), "weights broadcast")
+        try:
+            call.wait(self._meeting.deadline_s, "a broadcast of weights")
+        except WeightSyncError:
+            # The receivers have the same deadline, and tell their engines. The next group is a new one.
+            if self._group is not None:
+                self._group[0].abort()
+            self._group = None
+
+    def _broadcast(self, batch: dict[int, Ask]) -> None:
+        store = self._meeting.connect()
+        asks = list(batch.values())
+        payload = self._find(asks[0].offer)
+        if payload is None:
+            for number in batch:
+                store.set(f"plan/{number}", json.dumps({"gone": True}))
+            return
+        backend = _backend(payload, [ask.gpu for ask in asks])
+        members = tuple(sorted(ask.member for ask in asks))
+        group, self._group = self._usable(asks, members, backend), None
+        name = group.name if group is not None else self._new_name()
+        size = 1 + len(members)
+        for number, ask in batch.items():
+            plan = {"group": name, "backend": backend, "rank": 1 + members.index(ask.member), "size": size}
+            store.set(f"plan/{number}", json.dumps(plan))
+        if group is None:
+            group = Group(store, name, backend, rank=0, size=size, deadline_s=self._meeting.deadline_s)
+        group.broadcast(payload if backend == "nccl" else payload.cpu())
+        self._group = (group, members)
+
+    def _usable(self, asks: Sequence[Ask], members: tuple[str, ...], backend: Backend) -> Group | None:
+        if self._group is None:
+            return None
+        group, known = self._group
+        same = known == members and group.backend == backend and all(a.group == group.name for a in asks)
+        return group if same else None
+
+    def _new_name(self) -> str:
+        self._num_groups += 1
+        return f"group/{self._num_groups}"
+
+    def _read(self, store: TCPStore) -> None:
+        """Take in the questions that are there."""
+        while store.check([key := f"ask/{self._num_read + 1}"]):
+            self._num_read += 1
+            self._waiting[self._num_read] = Ask(**json.loads(store.get(key)))
+            store.delete_key(key)
+
+
+def _backend(payload: torch.Tensor, gpus: Sequence[str]) -> Backend:
+    """NCCL needs a GPU for each member, the sender included."""
+    if payload.device.type != "cuda" or not torch.distributed.is_nccl_available():
+        return "gloo"
+    own = str(torch.cuda.get_device_properties(payload.device).uuid)
+    return "nccl" if "" not in gpus and len({own, *gpus}) == 1 + len(gpus) else "gloo"

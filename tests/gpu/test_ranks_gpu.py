@@ -1,0 +1,91 @@
+"""Sharded weights on a GPU: a world of one against the plain trainer, and as many ranks as there are GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen3MoeConfig
+
+from headrace.bench.shapes import build_random_model
+from headrace.bench.train import Workload, random_samples
+from headrace.models.routers import use_float_routers
+from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
+from headrace.trainers.ranks import Ranks, join_ranks
+from headrace.trainers.torch_trainer import TorchTrainer
+from headrace.types import TrainBatch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+STEPS = 3
+
+
+class NoSender:
+    def send(self, version: int, blobs: Any) -> Any:
+        self.blobs = {blob.name: blob for blob in blobs}
+        return "sent"
+
+    def retire(self, version: int) -> NoReturn:
+        raise AssertionError
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    joined = join_ranks(0, 1, device="cuda", meeting_point=tmp_path / "ranks", deadline_s=60.0)
+    yield joined
+    joined.close()
+
+
+def small_model(family: str, device: str) -> PreTrainedModel:
+    shared: dict[str, Any] = {
+        "vocab_size": 500, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    if family == "qwen3_moe":
+        config = Qwen3MoeConfig(
+            **shared, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, head_dim=64
+        )
+    else:
+        config = Qwen2Config(**shared, tie_word_embeddings=True)
+    model = build_random_model(config, device="cpu", dtype=torch.float32)
+    use_float_routers(model)
+    return model.to(device)
+
+
+def trainer(family: str, device: str, **settings: Any) -> TorchTrainer:
+    return TorchTrainer(
+        small_model(family, device),
+        sender=NoSender(),
+        ledger=TimeLedger(TRAINER_ACTIVITIES),
+        learning_rate=1e-4,
+        row_tokens=600,
+        compute_dtype="bf16",
+        **settings,
+    )
+
+
+def batch(step: int) -> TrainBatch:
+    workload = Workload(num_groups=4, group_size=4, prompt_tokens=40, completion_tokens=60)
+    return TrainBatch(step=step, version=step - 1, samples=tuple(random_samples(workload, vocab_size=500)))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_world_of_one_trains_and_publishes_as_one_device(family: str, offload: bool, ranks: Ranks) -> None:
+    plain, sharded = trainer(family, "cuda"), trainer(family, "cpu", ranks=ranks, offload=offload)
+    for step in range(1, STEPS + 1):
+        expected, found = plain.step(batch(step)).metrics, sharded.step(batch(step)).metrics
+        for name in ("loss", "grad_norm", "entropy"):
+            assert found[name] == pytest.approx(expected[name], rel=2e-2, abs=1e-3), (step, name)
+    plain.publish(STEPS)
+    sharded.publish(STEPS)
+    mine, other = sharded._sender.blobs, plain._sender.blobs  # type: ignore[union-attr]
+    assert list(mine) == list(other)
+    for name, blob in mine.items():
+        assert blob.data.is_cuda and (blob.dtype, blob.shape) == (other[name].dtype, other[name].shape)

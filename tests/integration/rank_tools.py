@@ -1,0 +1,122 @@
+"""Trainers over several real processes, and batches for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from headrace import build
+from headrace.config import from_dict
+from headrace.launch.local import LocalCluster, LocalLauncher
+from headrace.models.loading import Family, make_tiny_model
+from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
+from headrace.trainers.torch_trainer import TorchTrainer
+from headrace.types import NO_KV, Sample, TrainBatch
+from headrace.weights.segment_directory import create_segment_directory
+from headrace.weights.shared_memory import SharedMemorySender
+
+VOCAB_SIZE = 32
+T = TypeVar("T")
+SETTINGS = {
+    "trainer.learning_rate": 3e-3,
+    "trainer.row_tokens": 24,
+    "run.stall_s": 60.0,
+    "model.device": "cpu",
+    "run.steps": 100,
+}
+
+
+def make_batch(step: int) -> TrainBatch:
+    """Ragged samples in groups of two, some a version old; every fifth batch has fewer than four ranks need."""
+    rng = np.random.default_rng(step)
+    num_samples = 3 if step % 5 == 0 else 10
+    samples = []
+    for i in range(num_samples):
+        prompt, sampled = int(rng.integers(1, 6)), int(rng.integers(1, 14))
+        num_tokens = prompt + sampled
+        mask = np.arange(num_tokens) >= prompt
+        ages = np.where(rng.random(num_tokens) < 0.5, step - 1, max(step - 2, 0))
+        samples.append(
+            Sample(
+                group=i // 2,
+                attempt=i % 2,
+                token_ids=rng.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
+                loss_mask=mask,
+                behavior_logprobs=np.where(mask, -rng.uniform(2.5, 4.5, num_tokens), 0).astype(np.float32),
+                versions=np.where(mask, ages, -1).astype(np.int32),
+                advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
+                temperature=1.0,
+                kv_versions=NO_KV,
+            )
+        )
+    return TrainBatch(step=step, version=step - 1, samples=tuple(samples))
+
+
+def make_model(directory: Path, family: Family) -> Path:
+    make_tiny_model(
+        directory, family=family, vocab_size=VOCAB_SIZE, hidden_size=32, num_heads=4, init_std=0.15
+    )
+    return directory
+
+
+def settings(**changes: Any) -> Any:
+    return from_dict({**SETTINGS, **changes})
+
+
+def single(model: Path, segments: Path, **changes: Any) -> TorchTrainer:
+    """The same trainer in this process and alone, as ``build`` makes it."""
+    from headrace.models.loading import load_model
+
+    s = settings(**{**changes, "trainer.expert_ranks": 1})
+    return TorchTrainer(
+        load_model(model),
+        sender=SharedMemorySender(segments),
+        ledger=TimeLedger(TRAINER_ACTIVITIES),
+        loss=s.algo.loss,
+        kl=s.algo.kl,
+        kl_coef=s.algo.kl_coef,
+        balance_coef=s.algo.balance_coef,
+        max_tokens=s.rollout.max_tokens,
+        learning_rate=s.trainer.learning_rate,
+        total_steps=s.run.steps,
+        row_tokens=s.trainer.row_tokens,
+        minibatches=s.trainer.minibatches,
+        on_nonfinite=s.trainer.on_nonfinite,
+    )
+
+
+@asynccontextmanager
+async def ranked(model: Path, logs: Path, *, ranks: int, **changes: Any) -> AsyncIterator[LocalCluster]:
+    """A cluster of nothing but the ranks of one trainer."""
+    s = settings(**{"trainer.ranks": ranks, **changes})
+    directory = create_segment_directory()
+    told = {
+        "settings": s.model_dump(mode="json", exclude_none=True),
+        "model": str(model),
+        "segments": str(directory / "weights"),
+        "fresh": True,
+    }
+    cluster = await LocalLauncher(
+        build._trainer_roles(s, told),
+        log_dir=logs,
+        start_deadline_s=100.0,
+        directory=directory,
+        num_minibatches=s.trainer.minibatches,
+    ).spawn()
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
+
+
+def within(deadline_s: float, work: Callable[[], Awaitable[T]]) -> T:
+    async def bounded() -> T:
+        async with asyncio.timeout(deadline_s):
+            return await work()
+
+    return asyncio.run(bounded())

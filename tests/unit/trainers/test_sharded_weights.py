@@ -1,0 +1,136 @@
+"""Sharded weights in a world of one: the same code as over many ranks, without the other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from headrace.errors import CheckpointError
+from headrace.models.loading import hollow_model, make_tiny_model
+from headrace.models.tensors import named_tensors
+from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
+from headrace.trainers import shard_files
+from headrace.trainers.ranks import Ranks, join_ranks
+from headrace.trainers.sharded_weights import ShardedWeights, _even_rows
+from headrace.trainers.torch_trainer import TorchTrainer
+from headrace.types import TrainBatch
+
+MakeModel = Callable[..., PreTrainedModel]
+MakeBatch = Callable[..., TrainBatch]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    joined = join_ranks(0, 1, device="cpu", meeting_point=tmp_path / "ranks", deadline_s=30.0)
+    yield joined
+    joined.close()
+
+
+def trainer(model: PreTrainedModel, sender: Any, **settings: Any) -> TorchTrainer:
+    settings = {"learning_rate": 3e-3, "row_tokens": 20, **settings}
+    return TorchTrainer(model, sender=sender, ledger=TimeLedger(TRAINER_ACTIVITIES), **settings)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_world_of_one_trains_as_one_device(
+    tied: bool, ranks: Ranks, make_model: MakeModel, make_batch: MakeBatch, sender: Any
+) -> None:
+    settings = {"kl": "k3", "kl_coef": 0.1, "grad_clip": 0.5}
+    plain = trainer(make_model(tied=tied), sender, **settings)
+    sharded = trainer(make_model(tied=tied), sender, ranks=ranks, **settings)
+    # A forward without a backward, as the probe of a GPU's memory makes.
+    sharded._weights.hidden(plain.prepare(make_batch(1))[0][0].tensors)
+    for step in (1, 2, 3):
+        expected, found = plain.step(make_batch(step)), sharded.step(make_batch(step))
+        assert found.num_loss_tokens == expected.num_loss_tokens
+        assert found.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-6)
+    sharded.publish(3)
+    names = list(sender.sent[3])
+    plain.publish(3)
+    assert names == list(sender.sent[3]) == list(named_tensors(plain.model))
+
+
+def test_held_weights_give_the_gradients_of_released_ones(
+    ranks: Ranks, make_model: MakeModel, make_batch: MakeBatch, sender: Any
+) -> None:
+    norms = []
+    for hold in (True, False):
+        core = trainer(make_model(), sender, ranks=ranks)
+        core._weights = ShardedWeights(make_model().float(), torch.float32, ranks=ranks, hold=hold)
+        core.model = core._weights.model
+        rows = trainer(make_model(), sender).prepare(make_batch(1))[0]
+        assert len(rows) > 2
+        core.accumulate(rows, before_update=True)
+        norms.append(core._weights.clip_gradients(1e9))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_model_in_several_files_is_what_hugging_face_loads(
+    family: Any, ranks: Ranks, tmp_path: Path
+) -> None:
+    model = make_tiny_model(tmp_path / "model", family=family, vocab_size=32, hidden_size=32)
+    whole = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    weights = ShardedWeights(model, torch.float32, ranks=ranks)
+    target = tmp_path / "export"
+    target.mkdir()
+    shard_files.write_model(target, weights, lambda work: work(), file_bytes=20_000)
+    files = sorted(path.name for path in target.glob("*.safetensors"))
+    assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).state_dict()
+    assert loaded.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_state_in_several_files_is_restored_whole(
+    ranks: Ranks,
+    make_model: MakeModel,
+    make_batch: MakeBatch,
+    sender: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shard_files.write_files, "__kwdefaults__", _smaller_files())
+    settings = {"kl": "k3", "kl_coef": 0.1}
+    first = trainer(make_model(), sender, ranks=ranks, **settings)
+    first.step(make_batch(1))
+    first.save(tmp_path)
+    assert len(list(tmp_path.glob("optimizer-*.safetensors"))) > 1
+    assert len(list(tmp_path.glob("reference-*.safetensors"))) > 1
+    expected = first.step(make_batch(2))
+    for resumed in (
+        trainer(make_model(seed=7), sender, **settings),
+        trainer(make_model(seed=7), sender, ranks=ranks, **settings),
+    ):
+        assert resumed.load(tmp_path) == 1
+        assert resumed.step(make_batch(2)).metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-6)
+    next(tmp_path.glob("optimizer-*.safetensors")).write_bytes(b"cut short")
+    with pytest.raises(CheckpointError, match="could not be restored"):
+        trainer(make_model(), sender, ranks=ranks, **settings).load(tmp_path)
+
+
+def _smaller_files() -> dict[str, Any]:
+    return {**(shard_files.write_files.__kwdefaults__ or {}), "file_bytes": 10_000}
+
+
+def test_a_hollow_model_has_the_shape_and_buffers_of_the_real_one(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, family="llama", vocab_size=32, hidden_size=32)
+    hollow = hollow_model(tmp_path)
+    assert list(named_tensors(hollow)) == list(named_tensors(model))
+    assert [t.shape for t in hollow.parameters()] == [t.shape for t in model.parameters()]
+    for own, other in zip(hollow.buffers(), model.buffers(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_rows_are_cut_as_fsdp_cuts_them() -> None:
+    assert _even_rows(7, 2) == ((0, 4), (4, 7))
+    assert _even_rows(3, 4) == ((0, 1), (1, 2), (2, 3), (3, 3))
+    chunks = torch.arange(5).chunk(4)
+    assert [stop - start for start, stop in _even_rows(5, 4)] == [*map(len, chunks), 0]
