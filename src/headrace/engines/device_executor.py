@@ -152,6 +152,10 @@ class DeviceExecutor:
         assert self._bank is not None, "an executor without room for adapters is given none"
         self._bank.load(adapter, updates)
 
+    def adapter_weights(self, adapter: int) -> Iterator[TensorBlob]:
+        assert self._bank is not None, "an executor without room for adapters has none"
+        return blobs_of(self._bank.tensors(adapter))
+
     def _bring_known_tokens(self, slots: np.ndarray) -> None:
         """A row whose token is booked may never have drawn here: the last row of a prompt, for one."""
         at = self.table.computed[slots]

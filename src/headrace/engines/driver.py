@@ -159,6 +159,8 @@ class EngineDriver:
         """Whether the update has landed already. Raises WeightSyncError when it cannot land here."""
         version = self._core.version
         if manifest.kind == "adapter":
+            if not self._core.num_adapters:
+                raise WeightSyncError(f"{self.name} serves no adapters; send it all weights")
             version = self._core.version_of(manifest.policy)
         if manifest.version < version:
             raise WeightSyncError(f"{self.name} has version {version}; {manifest.version} is older")

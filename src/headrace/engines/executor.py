@@ -83,3 +83,7 @@ class Executor(Protocol):
     def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         """As ``load`` for one adapter, numbered from 1; no other is touched."""
         ...
+
+    def adapter_weights(self, adapter: int) -> Iterator[TensorBlob]:
+        """As ``weights`` for one adapter, at the rank there is room for."""
+        ...

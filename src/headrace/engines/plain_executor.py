@@ -27,7 +27,7 @@ from headrace.engines.sequences import SlotTable
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.lora import LoraSpec
 from headrace.models.paged_attention import KvTensors
-from headrace.models.tensors import load_blobs, to_blobs
+from headrace.models.tensors import blobs_of, load_blobs, to_blobs
 from headrace.types import TensorBlob, TensorPatch
 
 _USUAL_TOKENS = 512
@@ -122,6 +122,10 @@ class PlainExecutor:
     def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         assert self._bank is not None, "an executor without room for adapters is given none"
         self._bank.load(adapter, updates)
+
+    def adapter_weights(self, adapter: int) -> Iterator[TensorBlob]:
+        assert self._bank is not None, "an executor without room for adapters has none"
+        return blobs_of(self._bank.tensors(adapter))
 
     def _add_decoding(self, rows: Rows, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Add the decoding slots; returns them in another order, and the row of each."""

@@ -160,13 +160,21 @@ class TorchEngine:
         table.reported[slots[chosen]] = table.booked[slots[chosen]]
         return [(running[i].request.id, table.completion(running[i])) for i in chosen.tolist()]
 
-    def weights(self) -> Iterator[TensorBlob]:
-        """The model's weights that are computed with, where they lie; they change in ``apply`` alone."""
-        return self._executor.weights()
+    def weights(self, policy: str | None = None) -> Iterator[TensorBlob]:
+        """The model's weights that are computed with, where they lie, or those of a policy's adapter; they change
+        in ``apply`` and ``apply_adapter`` alone."""
+        if policy is None:
+            return self._executor.weights()
+        return self._executor.adapter_weights(self._policies.adapter_of(policy))
+
+    @property
+    def num_adapters(self) -> int:
+        """Adapters there is room for."""
+        return self._executor.num_adapters
 
     def apply(self, version: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         """Change the weights. Raises WeightSyncError, with nothing changed, if the updates do not fit."""
-        if self._executor.num_adapters:
+        if self.num_adapters:
             raise WeightSyncError(
                 "the engine serves adapters, whose model must stay as it is; publish an adapter (lora.rank above 0), "
                 "or start the engine without room for adapters"

@@ -88,6 +88,17 @@ class AdapterBank:
         own = slice((adapter - 1) * self.rank, adapter * self.rank)
         self._scales[adapter, own].copy_(as_tensor(arrived[SCALING]).expand(self.rank))
 
+    def tensors(self, adapter: int) -> dict[str, torch.Tensor]:
+        """What is computed with for one adapter, where it lies, by the names it arrives under."""
+        column = (adapter - 1) * self.rank
+        found = {SCALING: self._scales[adapter, column : column + 1]}
+        for name, part in self._parts.items():
+            a, b, factors = part.of(adapter, self.rank)
+            found |= {name + _A: a, name + _B: b}
+            if factors is not None:
+                found[name + _FACTOR] = factors
+        return found
+
     def _check(self, arrived: Mapping[str, TensorBlob]) -> dict[str, int]:
         """The rank in every layer the adapter changes."""
         ranks = {name.removesuffix(_A): blob.shape[0] for name, blob in arrived.items() if name.endswith(_A)}
