@@ -8,6 +8,7 @@ is a plain mapping, since it crossed a process boundary.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -217,6 +218,26 @@ def route(settings: Settings) -> Route:
     )
 
 
+def check_packages(settings: Settings) -> None:
+    """Raise for an optional package that the run will need and that is not there."""
+    if settings.lora.rank and importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "lora.rank: adapters are trained through peft, which is not installed: pip install 'headrace[lora]', or "
+            "set lora.rank = 0"
+        )
+
+
+def lora(settings: Settings) -> Any:
+    """The adapter to train and serve; None: the whole model is trained."""
+    from headrace.models.lora import LoraSpec
+
+    s = settings.lora
+    if s.rank == 0:
+        return None
+    alpha = 2.0 * s.rank if s.alpha is None else s.alpha
+    return LoraSpec(rank=s.rank, alpha=alpha, targets=s.targets, dora=s.dora, seed=settings.run.seed)
+
+
 def engine_role(told: Mapping[str, Any]) -> Engine:
     """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update."""
     quieten()
@@ -238,6 +259,7 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
         prefill_tokens=e.prefill_tokens,
         compiled=not settings.model.eager,
         memory_share=e.memory_share or (_SHARE_BESIDE_TRAINER if "segments" in told else _SHARE_ALONE),
+        lora=lora(settings) if "segments" in told else None,
         progress=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
     )
     return EngineDriver(
@@ -287,6 +309,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         on_nonfinite=t.on_nonfinite,
         compute_dtype="bf16" if dtype(settings) == "bfloat16" else "fp32",
         eager=settings.model.eager,
+        lora=lora(settings),
     )
     return TrainerDriver(core, threaded=told["threaded"], role=told.get("name", "trainer"))
 
@@ -316,7 +339,13 @@ def _trained_model(told: Mapping[str, Any], settings: Settings, *, first: bool, 
 
     if not first:
         return hollow_model(told["model"])
-    model = load_model(told["model"], device=device)
+    # What an adapter leaves alone is never trained, so it needs no float32 copy.
+    model = load_model(
+        told["model"], device=device, **({"dtype": dtype(settings)} if settings.lora.rank else {})
+    )
+    # What an adapter's checkpoint says it belongs to: a path that holds from anywhere, or the hub's name.
+    named = str(settings.model.path)
+    model.name_or_path = str(Path(named).absolute()) if Path(named).is_dir() else named
     if settings.warm_start.examples is not None and told["fresh"]:
         _warm_start(model, settings, Path(told["model"]))
     return model

@@ -93,6 +93,26 @@ def bench_sync(
     write_json(json_file, figures)
 
 
+@bench.command("adapters")
+def bench_adapters(
+    shape: Annotated[str | None, typer.Option(help="on a GPU: a model shape, such as qwen2-1.5b")] = None,
+    rank: Annotated[int, typer.Option(min=1)] = 16,
+    num_adapters: Annotated[int, typer.Option(min=1)] = 4,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Decoding with adapters, and a new one landing; on a CPU with a tiny model."""
+    from headrace import build
+    from headrace.bench import adapters
+
+    build.quieten()
+    if shape is not None:
+        _require_gpu("bench adapters --shape")
+    figures = adapters.run(shape, rank=rank, num_adapters=num_adapters, progress=_tell)
+    Console().print(adapters.table(figures))
+    write_json(json_file, figures)
+
+
 @bench.command("mismatch")
 def bench_mismatch(
     shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",

@@ -120,17 +120,17 @@ def layers_to_recompute(
     return min(math.ceil((kept + layer - free_bytes) / saved), num_layers) if saved > 0 else num_layers
 
 
-def bytes_of_a_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer | None) -> int:
+def bytes_of_a_step(model: nn.Module, head_VH: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> int:
     """What a step allocates besides activations: gradients, moments not yet there (None: there will be
-    none), and the head's chunks. Of weights that are spread over ranks only this rank's part counts."""
+    none), and what the output head ``head_VH`` needs. Of weights that are spread over ranks only this rank's
+    part counts."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(4 * _own_numel(weight) for weight in weights)
     moments = 0
     if optimizer is not None:
         moments = sum(8 * _own_numel(weight) for weight in weights if weight not in optimizer.state)
-    head_VH = model.get_output_embeddings().weight
     logits = 10 * chunk_tokens(head_VH) * head_VH.shape[0]
-    return gradients + moments + logits + 8 * head_VH.numel()
+    return gradients + moments + logits + (8 * head_VH.numel() if head_VH.requires_grad else 0)
 
 
 def _own_numel(weight: torch.Tensor) -> int:
