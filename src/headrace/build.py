@@ -259,7 +259,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
     t, a = settings.trainer, settings.algo
     core = TorchTrainer(
         model,
-        sender=_sender(settings, told),
+        sender=_sender(settings, told, model),
         ledger=ledger,
         tokenizer_dir=Path(told["model"]),
         loss=a.loss,
@@ -287,15 +287,19 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
     return TrainerDriver(core, threaded=told["threaded"])
 
 
-def _sender(settings: Settings, told: Mapping[str, Any]) -> WeightSender:
-    return weight_sender(
-        route(settings),
+def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSender:
+    from headrace.models.checkpoint_names import CheckpointNamed
+
+    way = route(settings)
+    sender = weight_sender(
+        way,
         segments=Path(told["segments"]),
         folder=Path(told.get("folder", told["segments"])),
         num_receivers=settings.engine.count,
         # Before the engines' own deadline, which ends the run: a broadcast that failed can be made good.
         deadline_s=settings.weights.deadline_s / 2,
     )
+    return CheckpointNamed(sender, model) if way.transport == "files" else sender
 
 
 def quieten() -> None:

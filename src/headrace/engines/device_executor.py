@@ -27,7 +27,8 @@ from headrace.engines.plain_executor import sampler_rows
 from headrace.engines.sampler import Drawn, sample
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
-from headrace.models.tensors import blobs_of, load_into, named_tensors
+from headrace.models.checkpoint_names import Weights
+from headrace.models.tensors import blobs_of, load_into
 from headrace.types import TensorBlob, TensorPatch
 
 
@@ -79,7 +80,7 @@ class DeviceExecutor:
         prepared = prepare(model, limits, compiled=compiled, progress=progress)
         self.num_blocks, self.limit_tokens = prepared.num_blocks, prepared.limit_tokens
         self.table = SlotTable(max_running, block_size)
-        self._weights = named_tensors(model)
+        self._weights = Weights(model)
         self._device = model.device
         self._prefill_tokens = prefill_tokens
         self._passes = prepared.passes
@@ -119,10 +120,11 @@ class DeviceExecutor:
         return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
 
     def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
-        load_into(self._weights, updates)
+        arrived = list(updates)
+        load_into(self._weights.called(update.name for update in arrived), arrived)
 
-    def weights(self) -> Iterator[TensorBlob]:
-        return blobs_of(self._weights)
+    def weights(self, names: Iterable[str]) -> Iterator[TensorBlob]:
+        return blobs_of(self._weights.called(names))
 
     def _bring_known_tokens(self, slots: np.ndarray) -> None:
         """A row whose token is booked may never have drawn here: the last row of a prompt, for one."""

@@ -164,7 +164,8 @@ class EngineDriver:
         return manifest.kind == "delta" and manifest.version == version
 
     def _read(self, manifest: WeightManifest) -> list[TensorBlob | TensorPatch]:
-        return list(self._receiver.receive(manifest, self._core.weights()))
+        base = self._core.weights(slot.name for slot in manifest.slots)
+        return list(self._receiver.receive(manifest, base))
 
     def _start(self) -> None:
         if self._loop_task is None:

@@ -24,8 +24,9 @@ from headrace.engines.passes import ForwardPass, Piece, Rows
 from headrace.engines.sampler import Drawn, SamplerRows, sample, sample_plainly
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
+from headrace.models.checkpoint_names import Weights
 from headrace.models.paged_attention import KvTensors
-from headrace.models.tensors import load_blobs, to_blobs
+from headrace.models.tensors import blobs_of, load_into
 from headrace.types import TensorBlob, TensorPatch
 
 _USUAL_TOKENS = 512
@@ -69,6 +70,7 @@ class PlainExecutor:
         self.limit_tokens = min(context, (self.num_blocks - 1) * block_size)
         self.table = SlotTable(max_running, block_size)
         self._model = model
+        self._weights = Weights(model)
         self._prefill_tokens = prefill_tokens
         self._kv = KvTensors(num_blocks=self.num_blocks, block_size=block_size)
         self._lanes = Lanes(max_running)
@@ -107,10 +109,11 @@ class PlainExecutor:
         return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
 
     def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
-        load_blobs(self._model, updates)
+        arrived = list(updates)
+        load_into(self._weights.called(update.name for update in arrived), arrived)
 
-    def weights(self) -> Iterator[TensorBlob]:
-        return to_blobs(self._model)
+    def weights(self, names: Iterable[str]) -> Iterator[TensorBlob]:
+        return blobs_of(self._weights.called(names))
 
     def _add_decoding(self, rows: Rows, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Add the decoding slots; returns them in another order, and the row of each."""

@@ -146,9 +146,10 @@ class TorchEngine:
                 snapshots.append((sequence.request.id, table.completion(sequence)))
         return snapshots
 
-    def weights(self) -> Iterator[TensorBlob]:
-        """The weights that are computed with, where they lie; they change in ``apply`` alone."""
-        return self._executor.weights()
+    def weights(self, names: Iterable[str] = ()) -> Iterator[TensorBlob]:
+        """The weights that are computed with, where they lie; they change in ``apply`` alone. ``names`` are those
+        an update uses: of memory, as without any, or of the checkpoint."""
+        return self._executor.weights(names)
 
     def apply(self, version: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         """Change the weights. Raises WeightSyncError, with nothing changed, if the updates do not fit."""
