@@ -279,9 +279,10 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
     settings = from_dict(told["settings"])
     t, a, place = settings.trainer, settings.algo, device(settings.model.device)
     ranks = ALONE if t.ranks == 1 and not t.offload else _join_ranks(told, settings, place)
+    model = _trained_model(told, settings, first=ranks.is_first, device="cpu" if ranks.device else place)
     core = TorchTrainer(
-        _trained_model(told, settings, first=ranks.is_first, device="cpu" if ranks.device else place),
-        sender=_sender(settings, told) if ranks.is_first else None,
+        model,
+        sender=_sender(settings, told, model) if ranks.is_first else None,
         ledger=ledger,
         ranks=ranks,
         expert_ranks=t.expert_ranks,
@@ -351,15 +352,19 @@ def _trained_model(told: Mapping[str, Any], settings: Settings, *, first: bool, 
     return model
 
 
-def _sender(settings: Settings, told: Mapping[str, Any]) -> WeightSender:
-    return weight_sender(
-        route(settings),
+def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSender:
+    from headrace.models.checkpoint_names import CheckpointNamed
+
+    way = route(settings)
+    sender = weight_sender(
+        way,
         segments=Path(told["segments"]),
         folder=Path(told.get("folder", told["segments"])),
         num_receivers=settings.engine.count,
         # Before the engines' own deadline, which ends the run: a broadcast that failed can be made good.
         deadline_s=settings.weights.deadline_s / 2,
     )
+    return CheckpointNamed(sender, model) if way.transport == "files" else sender
 
 
 def quieten() -> None:

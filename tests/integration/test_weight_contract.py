@@ -26,6 +26,8 @@ from weight_tools import (
 )
 
 from headrace.errors import WeightSyncError
+from headrace.models.checkpoint_names import CheckpointNamed
+from headrace.models.loading import load_model
 from headrace.runtime.weight_sync import WeightSync
 
 WAIT_S = 60.0
@@ -98,7 +100,7 @@ class World:
         ids = np.arange(1, 30, dtype=np.int32)
         for engine in self.engines:
             assert (await engine.status()).version == version
-            weights = engine._core.weights(self.policy if self.lora else None)
+            weights = engine._core.weights(policy=self.policy if self.lora else None)
             assert digest_of(weights) == self.publisher.digests[version]
             if version == self.publisher.version and self.publisher.model.device.type == "cpu":
                 (scored,) = await engine.score([ids], policy=self.policy)
@@ -287,6 +289,25 @@ def test_a_sender_that_is_gone_leaves_the_old_weights_serving(in_world, tmp_path
         await world.check(2)
 
     in_world("full", transport, mode, scenario)
+
+
+@pytest.mark.parametrize("bundle", ["full", "delta"])
+def test_experts_travel_under_the_names_of_the_checkpoint(tmp_path, bundle):
+    """Fused in memory on both sides, taken apart on the way."""
+
+    async def main():
+        checkpoint = write_checkpoint(tmp_path / "model", family="qwen3_moe")
+        sender = sender_for("files", bundle, tmp_path, num_receivers=2)
+        world = World(checkpoint, CheckpointNamed(sender, load_model(checkpoint)), "never")
+        for version in (0, 1, 2):
+            manifest = await world.update(version)
+            names = {slot.name for slot in manifest.slots}
+            assert "model.layers.0.mlp.experts.3.gate_proj.weight" in names
+            await world.check()
+        assert manifest.kind == bundle and world.warnings == []
+        await world.close()
+
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))
 
 
 def test_an_engine_that_fails_twice_ends_the_update(in_world):

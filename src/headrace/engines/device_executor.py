@@ -28,8 +28,9 @@ from headrace.engines.sampler import Drawn
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
 from headrace.engines.truncated_draws import KeptSets, cut_rows, kept_sets, to_host
+from headrace.models.checkpoint_names import Weights
 from headrace.models.lora import LoraSpec
-from headrace.models.tensors import blobs_of, load_into, named_tensors
+from headrace.models.tensors import blobs_of, load_into
 from headrace.types import TensorBlob, TensorPatch
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
@@ -90,7 +91,7 @@ class DeviceExecutor:
         prepared = prepare(model, limits, compiled=compiled, progress=progress)
         self.num_blocks, self.limit_tokens = prepared.num_blocks, prepared.limit_tokens
         self.table = SlotTable(max_running, block_size)
-        self._weights = named_tensors(model)
+        self._weights = Weights(model)
         self._bank = prepared.bank
         self.num_adapters = 0 if prepared.bank is None else num_adapters
         self._num_changes_told = -1
@@ -143,10 +144,11 @@ class DeviceExecutor:
         return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
 
     def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
-        load_into(self._weights, updates)
+        arrived = list(updates)
+        load_into(self._weights.called(update.name for update in arrived), arrived)
 
-    def weights(self) -> Iterator[TensorBlob]:
-        return blobs_of(self._weights)
+    def weights(self, names: Iterable[str]) -> Iterator[TensorBlob]:
+        return blobs_of(self._weights.called(names))
 
     def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         assert self._bank is not None, "an executor without room for adapters is given none"

@@ -172,7 +172,9 @@ class EngineDriver:
         return manifest.kind == "delta" and manifest.version == version
 
     def _read(self, manifest: WeightManifest) -> list[TensorBlob | TensorPatch]:
-        return list(self._receiver.receive(manifest, self._core.weights()))
+        is_delta = manifest.kind == "delta"
+        base = self._core.weights(slot.name for slot in manifest.slots) if is_delta else ()
+        return list(self._receiver.receive(manifest, base))
 
     def _start(self) -> None:
         if self._loop_task is None:

@@ -76,8 +76,9 @@ class Executor(Protocol):
         """Change the weights between two passes, whole or not at all (then raises WeightSyncError)."""
         ...
 
-    def weights(self) -> Iterator[TensorBlob]:
-        """The weights that are computed with, where they lie."""
+    def weights(self, names: Iterable[str]) -> Iterator[TensorBlob]:
+        """The weights that are computed with, where they lie, under the names of memory or of the checkpoint,
+        whichever these are."""
         ...
 
     def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:

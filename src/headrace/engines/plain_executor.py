@@ -25,9 +25,10 @@ from headrace.engines.sampler import Drawn, SamplerRows, sample, sample_plainly
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
 from headrace.models.adapter_bank import AdapterBank
+from headrace.models.checkpoint_names import Weights
 from headrace.models.lora import LoraSpec
 from headrace.models.paged_attention import KvTensors
-from headrace.models.tensors import blobs_of, load_blobs, to_blobs
+from headrace.models.tensors import blobs_of, load_into
 from headrace.types import TensorBlob, TensorPatch
 
 _USUAL_TOKENS = 512
@@ -75,6 +76,7 @@ class PlainExecutor:
         self.limit_tokens = min(context, (self.num_blocks - 1) * block_size)
         self.table = SlotTable(max_running, block_size)
         self._model = model
+        self._weights = Weights(model)
         self._prefill_tokens = prefill_tokens
         self._kv = KvTensors(num_blocks=self.num_blocks, block_size=block_size)
         self._lanes = Lanes(max_running)
@@ -114,10 +116,11 @@ class PlainExecutor:
         return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
 
     def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
-        load_blobs(self._model, updates)
+        arrived = list(updates)
+        load_into(self._weights.called(update.name for update in arrived), arrived)
 
-    def weights(self) -> Iterator[TensorBlob]:
-        return to_blobs(self._model)
+    def weights(self, names: Iterable[str]) -> Iterator[TensorBlob]:
+        return blobs_of(self._weights.called(names))
 
     def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         assert self._bank is not None, "an executor without room for adapters is given none"

@@ -160,11 +160,12 @@ class TorchEngine:
         table.reported[slots[chosen]] = table.booked[slots[chosen]]
         return [(running[i].request.id, table.completion(running[i])) for i in chosen.tolist()]
 
-    def weights(self, policy: str | None = None) -> Iterator[TensorBlob]:
+    def weights(self, names: Iterable[str] = (), *, policy: str | None = None) -> Iterator[TensorBlob]:
         """The model's weights that are computed with, where they lie, or those of a policy's adapter; they change
-        in ``apply`` and ``apply_adapter`` alone."""
+        in ``apply`` and ``apply_adapter`` alone. ``names`` are those an update of the model uses: of memory, as
+        without any, or of the checkpoint."""
         if policy is None:
-            return self._executor.weights()
+            return self._executor.weights(names)
         return self._executor.adapter_weights(self._policies.adapter_of(policy))
 
     @property

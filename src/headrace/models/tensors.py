@@ -1,8 +1,9 @@
 """A model's weights as named raw bytes, and back.
 
 In and out: ``TensorBlob`` under the model's own parameter names (those of its checkpoint, save that fused
-experts stay fused). Tensors that share memory, as tied embeddings do, travel once. ``load_blobs`` checks
-every blob before it touches anything, then copies in place, so addresses held elsewhere stay valid.
+experts stay fused; ``checkpoint_names`` takes them apart). Tensors that share memory, as tied embeddings do,
+travel once. ``load_blobs`` checks every update before it touches anything, then copies in place, so addresses
+held elsewhere stay valid.
 """
 
 from __future__ import annotations
