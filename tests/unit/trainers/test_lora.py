@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.data.packing import pack
-from headrace.errors import CheckpointError, ConfigError
+from headrace.errors import CheckpointError, ConfigError, TrainingError
 from headrace.models.lora import LoraSpec
 from headrace.models.tensors import named_tensors
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
@@ -179,6 +179,17 @@ def test_an_adapter_is_published_in_its_own_bytes(make_trainer, make_batch, send
     assert own < manifest.num_bytes <= 1.01 * own
     a = sender.sent[0]["model.layers.1.mlp.up_proj.lora_A.weight"]
     assert a.shape == (4, 32)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_adapter_that_is_not_finite_is_never_published(make_trainer, dtype):
+    trainer = make_trainer(compute_dtype=dtype)
+    assert trainer.publish(0).kind == "adapter"
+    with torch.no_grad():
+        next(iter(trainer.model.parameters()))[0, 0] = torch.inf
+    trainer._weights.refresh()
+    with pytest.raises(TrainingError, match="not finite"):
+        trainer.publish(0)
 
 
 def test_the_adapter_begins_the_same_whatever_was_drawn_before(make_trainer):
