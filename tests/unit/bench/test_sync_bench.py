@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+
 from rich.console import Console
 
 from headrace.bench import delta_size, sync
@@ -33,7 +35,7 @@ def test_every_cell_has_a_row():
         "delta_after_adam": delta_size.run(steps=2),
         "cells": [cell, {**cell, "transport": "collective"}],
     }
-    console = Console(width=200, record=True, quiet=True)
+    console = Console(width=200, file=io.StringIO())
     console.print(sync.table(figures))
-    text = console.export_text()
+    text = console.file.getvalue()
     assert "files" in text and "collective" in text and "this machine copies 10.0 GB/s" in text
