@@ -126,7 +126,7 @@ def table(figures: Mapping[str, Any]) -> Table:
 def copy_bandwidth(num_bytes: int, device: str) -> float:
     """Bytes a second of a plain copy within this device's memory, by one thread."""
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    fastest = float("inf")
+    taken = []
     for _ in range(7):
         start = time.perf_counter()
         if device == "cpu":
@@ -134,8 +134,8 @@ def copy_bandwidth(num_bytes: int, device: str) -> float:
         else:
             target.copy_(source)
             torch.cuda.synchronize()
-        fastest = min(fastest, time.perf_counter() - start)
-    return num_bytes / fastest
+        taken.append(time.perf_counter() - start)
+    return num_bytes / statistics.median(taken)
 
 
 class _Busy:
