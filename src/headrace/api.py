@@ -159,6 +159,7 @@ def _rewards(given: Any, settings: Settings) -> list[build.Reward]:
 
 
 def _inputs(settings: Settings, tasks: Any, reward: Any) -> _Inputs:
+    build.check_packages(settings)
     renderer = build.Renderer.from_directory(build.model_directory(settings))
     source = build.task_source(settings, tasks)
     # What the first task cannot do, a missing chat template for instance, most likely none can.

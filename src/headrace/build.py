@@ -8,6 +8,7 @@ is a plain mapping, since it crossed a process boundary.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.config import EngineSettings, Settings, from_dict
+from headrace.config import Settings, from_dict
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.envs.single_turn import SingleTurn
@@ -28,18 +29,13 @@ from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.merged import MergedScorer
 from headrace.scoring.process import build_scorer
 from headrace.scoring.resolve import function_name, resolve
+from headrace.sizes import memory_share, reference_settings, row_tokens
 from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
 from headrace.types import Sampling
 from headrace.weights.segment_directory import create_segment_directory
 from headrace.weights.transports import Route, TransportReceiver, choose, weight_sender
 
 Reward = str | Callable[..., Any]
-
-_ROW_TOKENS = {"cpu": 4096, "cuda": 16384}
-_SHARE_ALONE = 0.9
-_SHARE_BESIDE_TRAINER = 0.4
-_SCORED_TOKENS = 1024
-"""Tokens a reference scores in one pass, whose logits are held whole."""
 
 
 def plan(settings: Settings) -> RunPlan:
@@ -209,15 +205,6 @@ def dtype(settings: Settings, place: str | None = None) -> str:
     return settings.model.dtype
 
 
-def row_tokens(settings: Settings, place: str) -> int:
-    return settings.trainer.row_tokens or _ROW_TOKENS[place]
-
-
-def memory_share(settings: Settings, *, beside_trainer: bool) -> float:
-    """Of a GPU's memory, what an engine may take."""
-    return settings.engine.memory_share or (_SHARE_BESIDE_TRAINER if beside_trainer else _SHARE_ALONE)
-
-
 def route(settings: Settings, place: str | None = None) -> Route:
     """How weights reach the engines. All roles are on this machine and its one device, ``place`` (None: that of
     the settings)."""
@@ -230,16 +217,24 @@ def route(settings: Settings, place: str | None = None) -> Route:
     )
 
 
-def reference_settings(settings: Settings, context_tokens: int) -> EngineSettings:
-    """Of an engine that only scores, one sequence at a time."""
-    asked = settings.engine
-    return asked.model_copy(
-        update={
-            "max_running": 1,
-            "kv_tokens": context_tokens,
-            "prefill_tokens": min(asked.prefill_tokens or _SCORED_TOKENS, _SCORED_TOKENS),
-        }
-    )
+def check_packages(settings: Settings) -> None:
+    """Raise for an optional package that the run will need and that is not there."""
+    if settings.lora.rank and importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "lora.rank: adapters are trained through peft, which is not installed: pip install 'headrace[lora]', or "
+            "set lora.rank = 0"
+        )
+
+
+def lora(settings: Settings) -> Any:
+    """The adapter to train and serve; None: the whole model is trained."""
+    from headrace.models.lora import LoraSpec
+
+    s = settings.lora
+    if s.rank == 0:
+        return None
+    alpha = 2.0 * s.rank if s.alpha is None else s.alpha
+    return LoraSpec(rank=s.rank, alpha=alpha, targets=s.targets, dora=s.dora, seed=settings.run.seed)
 
 
 def engine_role(told: Mapping[str, Any]) -> Engine:
@@ -267,6 +262,7 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
         prefill_tokens=e.prefill_tokens,
         compiled=not settings.model.eager,
         memory_share=memory_share(settings, beside_trainer="segments" in told),
+        lora=lora(settings) if "segments" in told else None,
         progress=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
     )
     return EngineDriver(
@@ -286,9 +282,10 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
     settings = from_dict(told["settings"])
     t, a, place = settings.trainer, settings.algo, device(settings.model.device)
     ranks = ALONE if t.ranks == 1 and not t.offload else _join_ranks(told, settings, place)
+    model = _trained_model(told, settings, first=ranks.is_first, device="cpu" if ranks.device else place)
     core = TorchTrainer(
-        _trained_model(told, settings, first=ranks.is_first, device="cpu" if ranks.device else place),
-        sender=_sender(settings, told) if ranks.is_first else None,
+        model,
+        sender=_sender(settings, told, model) if ranks.is_first else None,
         ledger=ledger,
         ranks=ranks,
         expert_ranks=t.expert_ranks,
@@ -317,6 +314,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         on_nonfinite=t.on_nonfinite,
         compute_dtype="bf16" if dtype(settings) == "bfloat16" else "fp32",
         eager=settings.model.eager,
+        lora=lora(settings),
     )
     return TrainerDriver(core, threaded=told["threaded"], role=told.get("name", "trainer"))
 
@@ -346,21 +344,31 @@ def _trained_model(told: Mapping[str, Any], settings: Settings, *, first: bool, 
 
     if not first:
         return hollow_model(told["model"])
-    model = load_model(told["model"], device=device)
+    # What an adapter leaves alone is never trained, so it needs no float32 copy.
+    model = load_model(
+        told["model"], device=device, **({"dtype": dtype(settings)} if settings.lora.rank else {})
+    )
+    # What an adapter's checkpoint says it belongs to: a path that holds from anywhere, or the hub's name.
+    named = str(settings.model.path)
+    model.name_or_path = str(Path(named).absolute()) if Path(named).is_dir() else named
     if settings.warm_start.examples is not None and told["fresh"]:
         _warm_start(model, settings, Path(told["model"]))
     return model
 
 
-def _sender(settings: Settings, told: Mapping[str, Any]) -> WeightSender:
-    return weight_sender(
-        route(settings),
+def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSender:
+    from headrace.models.checkpoint_names import CheckpointNamed
+
+    way = route(settings)
+    sender = weight_sender(
+        way,
         segments=Path(told["segments"]),
         folder=Path(told.get("folder", told["segments"])),
         num_receivers=settings.engine.count,
         # Before the engines' own deadline, which ends the run: a broadcast that failed can be made good.
         deadline_s=settings.weights.deadline_s / 2,
     )
+    return CheckpointNamed(sender, model) if way.transport == "files" else sender
 
 
 def quieten() -> None:

@@ -94,6 +94,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _model(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
+    build.check_packages(settings)
     directory = build.model_directory(settings)
     facts["renderer"] = build.Renderer.from_directory(directory)
     facts["told"] = {

@@ -48,8 +48,10 @@ class Engine(Protocol):
         Unknown ids are ignored: a request may finish while the abort travels."""
         ...
 
-    async def score(self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
-        """float32 [T] logprobs of given tokens under the current weights; entry 0 is 0."""
+    async def score(
+        self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0, policy: str = "policy"
+    ) -> list[np.ndarray]:
+        """float32 [T] logprobs of given tokens under the policy's current weights; entry 0 is 0."""
         ...
 
     async def begin_update(self, mode: InterruptMode) -> None:
@@ -60,8 +62,8 @@ class Engine(Protocol):
         ...
 
     async def apply(self, manifest: WeightManifest) -> int:
-        """Swap the weights between two forward passes; returns the version now computed with.
-        Raises WeightSyncError and keeps the old weights if the bundle is not whole."""
+        """Swap the weights, or one policy's adapter, between two forward passes; returns the version now computed
+        with. Raises WeightSyncError and keeps the old weights if the bundle is not whole."""
         ...
 
     async def cancel_update(self) -> None:

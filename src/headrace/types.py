@@ -126,6 +126,9 @@ class Request:
     prefix: Completion | None = None
     """What an interrupted attempt had already sampled; the answer starts with these tokens, unchanged.
     None: start from the prompt."""
+    policy: str = "policy"
+    """Who samples: the policy whose adapter has this name, or ``base``, the model without any. An engine without
+    adapters has one policy, and it is the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +304,8 @@ class WeightManifest:
     slots: tuple[TensorSlot, ...]
     result: str = ""
     """Of all weights once a delta is applied; empty for other kinds."""
+    policy: str = "policy"
+    """Whose adapter it is; of no meaning for other kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,8 @@ import pytest
 import torch
 from weight_tools import (
     DAMAGE,
+    LORA,
+    AdapterPublisher,
     Publisher,
     digest_of,
     make_engine,
@@ -24,11 +26,13 @@ from weight_tools import (
 )
 
 from headrace.errors import WeightSyncError
+from headrace.models.checkpoint_names import CheckpointNamed
+from headrace.models.loading import load_model
 from headrace.runtime.weight_sync import WeightSync
 
 WAIT_S = 60.0
 MODES = ("never", "drain", "abort", "block")
-BUNDLES = ("full", "delta")
+BUNDLES = ("full", "delta", "adapter")
 ON_HOST = [
     pytest.param(bundle, transport, id=f"{bundle}-{transport}")
     for bundle in BUNDLES
@@ -50,12 +54,7 @@ MATRIX = [
         id="full-collective-nccl",
         marks=pytest.mark.skip(reason="NCCL needs a GPU for the trainer and one for each engine"),
     ),
-    pytest.param(
-        "adapter",
-        "shared_memory",
-        id="adapter",
-        marks=pytest.mark.skip(reason="engines serve no adapters yet"),
-    ),
+    pytest.param("adapter", "cuda_ipc", id="adapter-cuda_ipc", marks=NO_GPU),
 ]
 
 
@@ -67,9 +66,13 @@ def checkpoint(tmp_path_factory):
 class World:
     """One trainer, two engines, and the sync between them."""
 
-    def __init__(self, checkpoint, sender, mode, device="cpu"):
-        self.publisher = Publisher(checkpoint, sender, device=device)
-        self.engines = [make_engine(checkpoint, f"engine-{i}", device=device) for i in range(2)]
+    def __init__(self, checkpoint, sender, mode, device="cpu", bundle="full"):
+        self.lora = LORA if bundle == "adapter" else None
+        self.policy = LORA.policy if self.lora else "policy"
+        self.publisher = (AdapterPublisher if self.lora else Publisher)(checkpoint, sender, device=device)
+        self.engines = [
+            make_engine(checkpoint, f"engine-{i}", device=device, lora=self.lora) for i in range(2)
+        ]
         self.warnings = []
         self.sync = self.sync_of(self.engines, mode)
 
@@ -97,9 +100,10 @@ class World:
         ids = np.arange(1, 30, dtype=np.int32)
         for engine in self.engines:
             assert (await engine.status()).version == version
-            assert digest_of(engine._core.weights()) == self.publisher.digests[version]
+            weights = engine._core.weights(policy=self.policy if self.lora else None)
+            assert digest_of(weights) == self.publisher.digests[version]
             if version == self.publisher.version and self.publisher.model.device.type == "cpu":
-                (scored,) = await engine.score([ids])
+                (scored,) = await engine.score([ids], policy=self.policy)
                 np.testing.assert_allclose(scored, self.publisher.logprobs(ids), atol=1e-4)
 
     async def close(self):
@@ -116,7 +120,7 @@ def in_world(checkpoint, tmp_path):
         async def main():
             device = "cuda" if transport == "cuda_ipc" else "cpu"
             sender = sender_for(transport, bundle, tmp_path, num_receivers=2)
-            world = World(checkpoint, sender, mode, device)
+            world = World(checkpoint, sender, mode, device, bundle)
             try:
                 await scenario(world)
             finally:
@@ -135,7 +139,9 @@ def test_updates_land_whole_while_requests_run(in_world, bundle, transport, mode
         for version in (1, 2):
             # A request of each engine is on its way when the update arrives.
             running = [
-                asyncio.ensure_future(engine.generate(request(f"{version}-{mode}", max_tokens=48)))
+                asyncio.ensure_future(
+                    engine.generate(request(f"{version}-{mode}", max_tokens=48, policy=world.policy))
+                )
                 for engine in world.engines
             ]
             await asyncio.sleep(0)
@@ -168,7 +174,12 @@ def test_torn_bytes_are_noticed_served_around_and_made_good(in_world, bundle, tr
         async def serve_meanwhile():
             # The trainer is in the middle of a step: until it answers, the old weights are served.
             await world.check(0)
-            served.extend([await engine.generate(request("old", max_tokens=4)) for engine in world.engines])
+            served.extend(
+                [
+                    await engine.generate(request("old", max_tokens=4, policy=world.policy))
+                    for engine in world.engines
+                ]
+            )
             return await publish_whole()
 
         world.publisher.publish_whole = serve_meanwhile
@@ -206,7 +217,7 @@ def test_an_engine_joins_late(in_world, checkpoint, bundle, transport):
         await world.update(0)
         await world.update(1)
         await world.engines[1].close()
-        world.engines[1] = make_engine(checkpoint, "late")
+        world.engines[1] = make_engine(checkpoint, "late", lora=world.lora)
         sync = world.sync_of(world.engines, "never")
         await world.update(2, sync)
         await world.check(2)
@@ -280,6 +291,25 @@ def test_a_sender_that_is_gone_leaves_the_old_weights_serving(in_world, tmp_path
     in_world("full", transport, mode, scenario)
 
 
+@pytest.mark.parametrize("bundle", ["full", "delta"])
+def test_experts_travel_under_the_names_of_the_checkpoint(tmp_path, bundle):
+    """Fused in memory on both sides, taken apart on the way."""
+
+    async def main():
+        checkpoint = write_checkpoint(tmp_path / "model", family="qwen3_moe")
+        sender = sender_for("files", bundle, tmp_path, num_receivers=2)
+        world = World(checkpoint, CheckpointNamed(sender, load_model(checkpoint)), "never")
+        for version in (0, 1, 2):
+            manifest = await world.update(version)
+            names = {slot.name for slot in manifest.slots}
+            assert "model.layers.0.mlp.experts.3.gate_proj.weight" in names
+            await world.check()
+        assert manifest.kind == bundle and world.warnings == []
+        await world.close()
+
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))
+
+
 def test_an_engine_that_fails_twice_ends_the_update(in_world):
     async def scenario(world):
         await world.update(0)
@@ -300,7 +330,7 @@ def test_an_engine_that_fails_twice_ends_the_update(in_world):
     in_world("delta", "shared_memory", "block", scenario)
 
 
-def test_an_adapter_is_refused(in_world):
+def test_an_adapter_is_refused_where_there_is_no_room_for_one(in_world):
     async def scenario(world):
         await world.update(0)
         manifest = await world.sync.publish(1)

@@ -42,6 +42,18 @@ def test_every_interrupt_mode_trains_every_attempt_within_the_lag(settings, mode
     assert sum(result.summary.tokens.values()) == result.summary.tokens["trained"]
 
 
+@pytest.mark.parametrize(
+    ("transport", "bundle"),
+    [("files", "full"), ("files", "delta"), ("collective", "full"), ("collective", "delta")],
+)
+def test_every_transport_trains_as_shared_memory_does(settings, transport, bundle):
+    """Run in one process, a run repeats bit for bit, so the way of the weights must not show in them."""
+    plain = train({**settings, "run.name": "plain"})
+    other = train({**settings, "weights.transport": transport, "weights.bundle": bundle})
+    saved, expected = (load_file(run.model_dir / "model.safetensors") for run in (other, plain))
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
+
+
 def test_checkpoints_load_with_from_pretrained(settings):
     result = train(settings)
     model = AutoModelForCausalLM.from_pretrained(result.model_dir)

@@ -73,7 +73,9 @@ class ToyEngine:
             if request_id in self._aborted:
                 self._aborted[request_id].set()
 
-    async def score(self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
+    async def score(
+        self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0, policy: str = "policy"
+    ) -> list[np.ndarray]:
         return [(ids * temperature).astype(np.float32) for ids in token_ids]
 
     async def begin_update(self, mode: str) -> None:
@@ -170,7 +172,9 @@ class FaultyEngine(ToyEngine):
         self._fault = settings["fault"]
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def score(self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
+    async def score(
+        self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0, policy: str = "policy"
+    ) -> list[np.ndarray]:
         if self._fault == "raise":
             raise ZeroDivisionError("toy fault")
         if self._fault == "exit":

@@ -4,6 +4,7 @@ it, and digests of what either computes with."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from transformers import PreTrainedModel
 from headrace.engines.driver import EngineDriver
 from headrace.engines.make import torch_engine
 from headrace.models.loading import load_model, make_tiny_model
+from headrace.models.lora import LoraSpec
 from headrace.models.tensors import named_tensors, to_blobs
 from headrace.protocols import WeightSender
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
+from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.agreement import trainer_logprobs
 from headrace.types import Request, Sampling, TensorBlob, TensorSlot, WeightManifest
 from headrace.weights.bundle import digest, on_host
@@ -23,6 +26,7 @@ from headrace.weights.shared_memory import HEADER_BYTES
 from headrace.weights.transports import Route, TransportReceiver, weight_sender
 
 VOCAB = 61
+LORA = LoraSpec(rank=4, alpha=8.0, policy="solver")
 
 
 def write_checkpoint(directory: Path, **settings) -> Path:
@@ -78,7 +82,35 @@ class Publisher:
         return trainer_logprobs(self.model, token_ids, temperature=1.0)
 
 
-def make_engine(checkpoint: Path, name: str = "engine-0", *, device: str = "cpu") -> EngineDriver:
+class AdapterPublisher(Publisher):
+    """The same for an adapter of the model, which itself stays as it is."""
+
+    def __init__(self, checkpoint: Path, sender: WeightSender | None, *, device: str = "cpu") -> None:
+        model = load_model(checkpoint, device=device)
+        self.adapter = AdapterWeights(model, torch.float32 if device == "cpu" else torch.bfloat16, LORA)
+        self.model, self.sender, self.version = model, sender, 0
+        self.digests = {0: digest_of(self.adapter.blobs())}
+
+    def advance(self, version: int) -> None:
+        while self.version < version:
+            self.version += 1
+            for _ in range(5):
+                weights_of_version(self.adapter.model, self.version)
+            self.adapter.refresh()
+            self.digests[self.version] = digest_of(self.adapter.blobs())
+
+    async def publish(self, version: int) -> WeightManifest:
+        self.advance(version)
+        return await self.publish_whole()
+
+    async def publish_whole(self) -> WeightManifest:
+        manifest = self.sender.send(self.version, self.adapter.blobs(), kind="adapter")
+        return replace(manifest, policy=LORA.policy)
+
+
+def make_engine(
+    checkpoint: Path, name: str = "engine-0", *, device: str = "cpu", lora: LoraSpec | None = None
+) -> EngineDriver:
     """An engine with nothing to serve before its first update."""
     ledger = TimeLedger(ENGINE_ACTIVITIES)
     dtype = "float32" if device == "cpu" else "bfloat16"
@@ -88,6 +120,7 @@ def make_engine(checkpoint: Path, name: str = "engine-0", *, device: str = "cpu"
         version=-1,
         kv_tokens=1024,
         compiled=False,
+        lora=lora,
     )
     return EngineDriver(core, TransportReceiver(), ledger=ledger, name=name, threaded=True)
 

@@ -82,6 +82,10 @@ OTHER_VALUES = {
     "trainer.offload": True,
     "trainer.minibatches": 2,
     "trainer.on_nonfinite": "skip",
+    "lora.rank": 4,
+    "lora.alpha": 4.0,
+    "lora.targets": ("q_proj", "v_proj"),
+    "lora.dora": True,
     "engine.count": 2,
     "engine.max_running": 8,
     "engine.block_size": 32,
@@ -298,6 +302,10 @@ def test_syntax_error_names_the_line(tmp_path):
         (["algo.kl_coef=0.1"], ["algo.kl_coef", "algo.kl"]),
         (["algo.kl=k3"], ["algo.kl ", "algo.kl_coef"]),
         (["algo.reference=engine"], ["algo.reference", "algo.kl = none"]),
+        (
+            ["algo.reference=engine", "algo.kl=k3", "algo.kl_coef=0.1", "lora.rank=4"],
+            ["lora.rank", "algo.reference = trainer"],
+        ),
         (
             [
                 *("algo.reference=engine", "algo.kl=k3", "algo.kl_coef=0.1"),

@@ -80,16 +80,47 @@ def bench_step(
 
 @bench.command("sync")
 def bench_sync(
-    shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",
+    shape: Annotated[str | None, typer.Option(help="a model shape, such as qwen2-1.5b")] = None,
+    only: Annotated[str | None, typer.Option(help="one bundle and transport, such as full-files")] = None,
+    updates: Annotated[int, typer.Option(min=1)] = 5,
     json_file: JsonFile = None,
     show_traceback: Traceback = False,
 ) -> None:
-    """How long decoding stalls when new weights land from another process on the same GPU."""
+    """What new weights from another process cost, for each bundle and transport: bytes, seconds, stalls."""
+    import torch
+
     from headrace.bench import sync
 
-    _require_gpu("bench sync")
-    figures = sync.run(shape, progress=_tell)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    bundle, _, transport = (only or "").partition("-")
+    figures = sync.run(
+        shape or {"cuda": "qwen2-1.5b", "cpu": "qwen2-0.2b"}[device],
+        device=device,
+        cells=[(bundle, transport)] if only else None,
+        updates=updates,
+        progress=_tell,
+    )
     Console().print(sync.table(figures))
+    write_json(json_file, figures)
+
+
+@bench.command("adapters")
+def bench_adapters(
+    shape: Annotated[str | None, typer.Option(help="on a GPU: a model shape, such as qwen2-1.5b")] = None,
+    rank: Annotated[int, typer.Option(min=1)] = 16,
+    num_adapters: Annotated[int, typer.Option(min=1)] = 4,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Decoding with adapters, and a new one landing; on a CPU with a tiny model."""
+    from headrace import build
+    from headrace.bench import adapters
+
+    build.quieten()
+    if shape is not None:
+        _require_gpu("bench adapters --shape")
+    figures = adapters.run(shape, rank=rank, num_adapters=num_adapters, progress=_tell)
+    Console().print(adapters.table(figures))
     write_json(json_file, figures)
 
 

@@ -1,4 +1,4 @@
-"""Published model shapes by name, with random weights made where they are used.
+"""Published model shapes by name (and one small enough for a CPU), with random weights made where they are used.
 
 In: a name, a device, a dtype. Out: a causal language model in eval mode; nothing is downloaded, and nothing
 passes through host memory. Speed does not depend on the values of weights, only on their being ordinary
@@ -24,6 +24,15 @@ _COMMON: dict[str, Any] = {
 }
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2-0.2b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "intermediate_size": 4096,
+        "vocab_size": 32000,
+        "tie_word_embeddings": True,
+    },
     "qwen2-0.5b": {
         "hidden_size": 896,
         "num_hidden_layers": 24,

@@ -1,45 +1,62 @@
-"""How long decoding stalls when new weights land, on one GPU.
+"""What new weights cost: bytes, seconds on either side, and how long decoding stalls when they land.
 
-In: a model shape. Out: the longest gap between two passes of a running engine while updates arrive from another
-process, beside the usual gap, and the seconds each side of the transfer took.
+In: a model shape. Out: figures for every bundle and transport that this machine has, beside the machine's own copy
+bandwidth. Weights come from another process, which moves them between two versions: all of them, or by a step of Adam
+at learning rate 1e-6 where deltas are sent. The engine decodes all the while; in a run bundles are read and verified
+beside decoding (engines/driver.py), so only applying them is part of the stall.
 """
 
 from __future__ import annotations
 
 import select
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 from rich.table import Table
 
+from headrace.bench import delta_size
 from headrace.bench.shapes import create_random_model
 from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
 from headrace.errors import DeadlineError, RoleError
-from headrace.models.tensors import to_blobs
+from headrace.models.tensors import named_tensors, to_blobs
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 from headrace.types import Request, Sampling, WeightManifest
-from headrace.weights.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from headrace.weights.segment_directory import create_segment_directory
+from headrace.weights.transports import Route, TransportReceiver, weight_sender
 from headrace.wire import decode, encode
 
 _DEADLINE_S = 300
+_CELLS = {
+    "cpu": [
+        (bundle, way) for way in ("shared_memory", "files", "collective") for bundle in ("full", "delta")
+    ],
+    "cuda": [("full", "cuda_ipc"), ("full", "shared_memory"), ("delta", "files")],
+}
+_RUNNING = {"cpu": 4, "cuda": 64}
 
 
 def run(
-    shape: str = "qwen2-1.5b",
+    shape: str,
     *,
-    num_running: int = 64,
+    device: str,
+    cells: Sequence[tuple[str, str]] | None = None,
     updates: int = 5,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """All figures as plain numbers, in milliseconds."""
-    model = create_random_model(shape)
+    """All figures as plain numbers. ``cells`` are pairs of bundle and transport; None: what the device has."""
+    model = create_random_model(shape, device=device)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(model).values())
+    num_running = _RUNNING[device]
     engine = torch_engine(
         model,
         ledger=TimeLedger(ENGINE_ACTIVITIES),
@@ -47,65 +64,179 @@ def run(
         memory_share=0.4,
         progress=progress,
     )
-    sender = subprocess.Popen(
-        [sys.executable, "-m", __name__, shape, str(updates)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        figures = _measure(engine, sender, num_running, updates, model.config.vocab_size)
-    finally:
-        sender.kill()
-        sender.wait(timeout=_DEADLINE_S)
-    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    return {"shape": shape, "num_running": num_running, "weight_bytes": num_bytes, **figures}
+    busy = _Busy(engine, num_running, model.config.vocab_size)
+    figures: dict[str, Any] = {
+        "shape": shape,
+        "num_running": num_running,
+        "weight_bytes": num_bytes,
+        "copy_gb_s": copy_bandwidth(min(num_bytes, 1 << 30), device) / 1e9,
+        "usual_pass_ms": statistics.median(busy.gaps(20)),
+        "delta_after_adam": delta_size.run(),
+        "cells": [],
+    }
+    for bundle, transport in cells or _CELLS[device]:
+        progress(f"{bundle} bundles by {transport}")
+        with _Sender(shape, device, bundle, transport, updates) as sender:
+            cell = _measure(busy, sender, updates, figures["usual_pass_ms"])
+        rates = {f"{leg}_gb_s": num_bytes / cell[f"{leg}_ms"] / 1e6 for leg in ("publish", "receive")}
+        figures["cells"].append({"bundle": bundle, "transport": transport, **cell, **rates})
+    return figures
 
 
 def table(figures: Mapping[str, Any]) -> Table:
-    title = f"{figures['shape']}, {figures['weight_bytes'] / 1e9:.2f} GB of weights, milliseconds"
+    size = figures["delta_after_adam"]
+    title = (
+        f"{figures['shape']}, {figures['weight_bytes'] / 1e9:.2f} GB of weights; this machine copies "
+        f"{figures['copy_gb_s']:.1f} GB/s; a pass takes {figures['usual_pass_ms']:.1f} ms\n"
+        f"delta after {size['steps']} Adam steps: {size['bytes_share']:.2%} of the bytes, {size['changed_share']:.2%} "
+        f"of the weights changed; of one step: {size['one_step_bytes_share']:.2%}, "
+        f"{size['one_step_changed_share']:.2%}"
+    )
     drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    names = ("usual_pass_ms", "stall_ms", "worst_stall_ms", "apply_ms", "publish_ms")
-    for name in names:
-        drawn.add_column(name.removesuffix("_ms").replace("_", " "), justify="right")
-    drawn.add_row(*(f"{figures[name]:.2f}" for name in names))
+    columns = (
+        "bundle",
+        "transport",
+        "MB",
+        "changed",
+        "publish ms",
+        "GB/s",
+        "receive ms",
+        "GB/s",
+        "stall ms",
+        "worst",
+    )
+    for column in columns:
+        drawn.add_column(column, justify="left" if column in ("bundle", "transport") else "right")
+    for cell in figures["cells"]:
+        drawn.add_row(
+            cell["bundle"],
+            cell["transport"],
+            f"{cell['sent_bytes'] / 1e6:.1f}",
+            f"{cell['changed_share']:.1%}",
+            f"{cell['publish_ms']:.1f}",
+            f"{cell['publish_gb_s']:.1f}",
+            f"{cell['receive_ms']:.1f}",
+            f"{cell['receive_gb_s']:.1f}",
+            f"{cell['stall_ms']:.1f}",
+            f"{cell['worst_stall_ms']:.1f}",
+        )
     return drawn
 
 
-def _measure(
-    engine: TorchEngine, sender: subprocess.Popen[bytes], num_running: int, updates: int, vocab_size: int
-) -> dict[str, Any]:
-    assert sender.stdin is not None and sender.stdout is not None
-    receiver = CudaIpcReceiver()
-    _keep_busy(engine, num_running, vocab_size, round_number=0)
-    usual = _gaps(engine, 60)
-    stalls, applies, publishes = [], [], []
+def copy_bandwidth(num_bytes: int, device: str) -> float:
+    """Bytes a second of a plain copy within this device's memory, by one thread."""
+    source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    taken = []
+    for _ in range(7):
+        start = time.perf_counter()
+        if device == "cpu":
+            np.copyto(target.numpy(), source.numpy())
+        else:
+            target.copy_(source)
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return num_bytes / statistics.median(taken)
+
+
+class _Busy:
+    """An engine that decodes all the time."""
+
+    def __init__(self, engine: TorchEngine, num_running: int, vocab_size: int) -> None:
+        self.engine = engine
+        self._num_running = num_running
+        self._vocab_size = vocab_size
+        self._num_submitted = 0
+        self.fill()
+
+    def fill(self) -> None:
+        """Fill the engine up, past its prompts."""
+        rng = np.random.default_rng(self._num_submitted)
+        for _ in range(self._num_running - self.engine.num_started):
+            self._num_submitted += 1
+            prompt = rng.integers(0, self._vocab_size, 64).astype(np.int32)
+            sampling = Sampling(max_tokens=1500)
+            self.engine.submit(
+                Request(
+                    id=str(self._num_submitted),
+                    prompt_ids=prompt,
+                    sampling=sampling,
+                    seed=self._num_submitted,
+                )
+            )
+        self.gaps(8)
+
+    def gaps(self, count: int) -> list[float]:
+        """Milliseconds between the ends of so many passes."""
+        gaps, last = [], time.perf_counter()
+        for _ in range(count):
+            self.engine.step()
+            now = time.perf_counter()
+            gaps.append((now - last) * 1e3)
+            last = now
+        return gaps
+
+
+class _Sender:
+    """The process that publishes weights when told to."""
+
+    def __init__(self, shape: str, device: str, bundle: str, transport: str, updates: int) -> None:
+        self._command = [sys.executable, "-m", __name__, shape, device, bundle, transport, str(updates)]
+
+    def __enter__(self) -> _Sender:
+        self._segments = create_segment_directory()
+        self._folder = Path(tempfile.mkdtemp(prefix="headrace-bench-"))
+        self._process = subprocess.Popen(
+            [*self._command, str(self._segments), str(self._folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(timeout=_DEADLINE_S)
+        for place in (self._segments, self._folder):
+            shutil.rmtree(place, ignore_errors=True)
+
+    def publish(self) -> tuple[float, float, WeightManifest]:
+        """Milliseconds, the share of weights that changed, and the announcement."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(b"go\n")
+        self._process.stdin.flush()
+        taken_ms, changed, frame = _line(self._process.stdout).split()
+        return float(taken_ms), float(changed), decode(bytes.fromhex(frame.decode()))
+
+
+def _measure(busy: _Busy, sender: _Sender, updates: int, usual_ms: float) -> dict[str, float]:
+    receiver, engine = TransportReceiver(), busy.engine
+    seen: list[dict[str, float]] = []
     for update in range(updates + 1):
-        sender.stdin.write(b"go\n")
-        sender.stdin.flush()
-        publish_ms, frame = _line(sender.stdout).split()
-        manifest: WeightManifest = decode(bytes.fromhex(frame.decode()))
-        _keep_busy(engine, num_running, vocab_size, round_number=update + 1)
-        _gaps(engine, 10)
-        # Verified beside decoding in a run (engines/driver.py), so it is not part of the stall.
-        blobs = list(receiver.receive(manifest))
-        _gaps(engine, 2)
-        before = time.perf_counter()
-        engine.apply(manifest.version, blobs)
-        applied = time.perf_counter()
-        after = _gaps(engine, 10)
-        # The first update also opens the memory, once for a run.
+        publish_ms, changed, manifest = sender.publish()
+        busy.fill()
+        start = time.perf_counter()
+        updated = list(receiver.receive(manifest, engine.weights(slot.name for slot in manifest.slots)))
+        receive_ms = (time.perf_counter() - start) * 1e3
+        busy.gaps(2)
+        start = time.perf_counter()
+        engine.apply(manifest.version, updated)
+        apply_ms = (time.perf_counter() - start) * 1e3
+        stall_ms = apply_ms + max(0.0, max(busy.gaps(5)) - usual_ms)
+        del updated
+        # The first update is always full, and also opens the memory, once for a run.
         if update:
-            stalls.append((applied - before) * 1e3 + max(after) - statistics.median(usual))
-            applies.append((applied - before) * 1e3)
-            publishes.append(float(publish_ms))
+            seen.append(
+                {
+                    "sent_bytes": manifest.num_bytes,
+                    "changed_share": changed,
+                    "publish_ms": publish_ms,
+                    "receive_ms": receive_ms,
+                    "apply_ms": apply_ms,
+                    "stall_ms": stall_ms,
+                }
+            )
     receiver.close()
-    return {
-        "usual_pass_ms": statistics.median(usual),
-        "stall_ms": statistics.median(stalls),
-        "worst_stall_ms": max(stalls),
-        "apply_ms": statistics.median(applies),
-        "publish_ms": statistics.median(publishes),
-    }
+    medians = {name: statistics.median(one[name] for one in seen) for name in seen[0]}
+    return {**medians, "worst_stall_ms": max(one["stall_ms"] for one in seen)}
 
 
 def _line(answers: IO[bytes]) -> bytes:
@@ -117,43 +248,58 @@ def _line(answers: IO[bytes]) -> bytes:
     return line
 
 
-def _keep_busy(engine: TorchEngine, num_running: int, vocab_size: int, round_number: int) -> None:
-    """Fill the engine up, past its prompts."""
-    rng = np.random.default_rng(round_number)
-    for i in range(num_running - engine.num_started):
-        prompt = rng.integers(0, vocab_size, 64).astype(np.int32)
-        name = f"{round_number}-{i}"
-        engine.submit(Request(id=name, prompt_ids=prompt, sampling=Sampling(max_tokens=1500), seed=i))
-    _gaps(engine, 8)
-
-
-def _gaps(engine: TorchEngine, count: int) -> list[float]:
-    """Milliseconds between the ends of so many passes."""
-    gaps, last = [], time.perf_counter()
-    for _ in range(count):
-        engine.step()
-        now = time.perf_counter()
-        gaps.append((now - last) * 1e3)
-        last = now
-    return gaps
-
-
-def _send(shape: str, updates: int) -> None:
+def _send(
+    shape: str, device: str, bundle: str, transport: str, updates: int, segments: Path, folder: Path
+) -> None:
     """The other process: publishes the weights of its own model when told to."""
-    model, sender = create_random_model(shape, seed=1), CudaIpcSender()
+    model = create_random_model(shape, device=device, seed=1)
+    route = Route(transport=transport, why="", bundle=bundle)  # type: ignore[arg-type]
+    sender = weight_sender(route, segments=segments, folder=folder)
+    weights = list(named_tensors(model).values())
+    moves = _adam_moves(weights) if bundle == "delta" else _all_moves(weights)
     for version in range(1, updates + 2):
         sys.stdin.readline()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.001)
-        torch.cuda.synchronize()
+        changed = next(moves)
+        _finish(device)
         start = time.perf_counter()
         manifest = sender.send(version, to_blobs(model))
-        taken = (time.perf_counter() - start) * 1e3
-        print(taken, encode(manifest).hex(), flush=True)
+        taken_ms = (time.perf_counter() - start) * 1e3
+        print(taken_ms, changed, encode(manifest).hex(), flush=True)
         sender.retire(version - 2)
     sys.stdin.read()
 
 
+def _all_moves(weights: Sequence[torch.Tensor]) -> Iterator[float]:
+    """Change every weight; yields the share that changed."""
+    while True:
+        with torch.no_grad():
+            torch._foreach_mul_(list(weights), 1.01)
+        yield 1.0
+
+
+def _adam_moves(weights: Sequence[torch.Tensor]) -> Iterator[float]:
+    """A step of Adam on float32 masters of the weights; yields the share that changed."""
+    masters = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
+    optimizer = torch.optim.AdamW(masters, lr=1e-6, weight_decay=0.0)
+    num_weights = sum(weight.numel() for weight in weights)
+    while True:
+        for master in masters:
+            master.grad = torch.randn_like(master)
+        optimizer.step()
+        num_changed = 0
+        with torch.no_grad():
+            for weight, master in zip(weights, masters, strict=True):
+                moved = master.to(weight.dtype)
+                num_changed += int((moved != weight).sum())
+                weight.copy_(moved)
+        yield num_changed / num_weights
+
+
+def _finish(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 if __name__ == "__main__":
-    _send(sys.argv[1], int(sys.argv[2]))
+    _shape, _device, _bundle, _transport, _updates, _segments, _folder = sys.argv[1:]
+    _send(_shape, _device, _bundle, _transport, int(_updates), Path(_segments), Path(_folder))

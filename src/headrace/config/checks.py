@@ -167,6 +167,28 @@ def _warm_start(s: Settings) -> Iterator[str]:
         )
 
 
+def _lora(s: Settings) -> Iterator[str]:
+    if s.lora.rank > 0 and s.warm_start.examples is not None:
+        yield (
+            f"lora.rank is {s.lora.rank}, but a warm start changes the model that the adapter must find again: write "
+            "a warm-started model with headrace.warm_start, set model.path to it and leave warm_start out."
+        )
+    if s.lora.rank > 0 and (s.trainer.ranks > 1 or s.trainer.offload):
+        yield (
+            f"lora.rank is {s.lora.rank}, but an adapter is trained on one rank, without offload: set "
+            "trainer.ranks = 1 and trainer.offload = false, or lora.rank = 0."
+        )
+    if s.lora.rank == 0 and (s.lora.dora or s.lora.alpha is not None or s.lora.targets != ("all-linear",)):
+        yield "lora.rank is 0, which trains the whole model, so the other lora settings do nothing: set it above 0."
+    if s.lora.rank > 0 and s.algo.reference == "engine":
+        yield (
+            f"lora.rank is {s.lora.rank}, whose model without the adapter already is the reference at no cost: set "
+            "algo.reference = trainer."
+        )
+    if s.lora.rank > 0 and not s.lora.targets:
+        yield 'lora.targets names no layer: set it to "all-linear", or to the last parts of layer names.'
+
+
 _Rule = Callable[["Settings"], Iterator[str]]
 _ALWAYS: tuple[_Rule, ...] = (_reward, _engine)
-_TRAINING: tuple[_Rule, ...] = (_sampling, _groups, _batch, _ranks, _loss, _warm_start)
+_TRAINING: tuple[_Rule, ...] = (_sampling, _groups, _batch, _ranks, _loss, _lora, _warm_start)

@@ -206,7 +206,8 @@ class TrainerSettings(Section):
     """From a loss to new weights (AdamW)."""
 
     learning_rate: float = Field(1e-6, gt=0)
-    """Suits pretrained models of a billion parameters or more; tiny models want 1e-4 to 1e-3."""
+    """Suits pretrained models of a billion parameters or more; tiny models want 1e-4 to 1e-3, adapters about
+    ten times what the whole model does."""
     betas: Pair = (0.9, 0.999)
     """AdamW's decay of the first and second moment."""
     weight_decay: float = Field(0.0, ge=0)
@@ -232,6 +233,20 @@ class TrainerSettings(Section):
     """Optimizer updates each batch is split into."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do about a loss or gradient that is not finite: stop the run, or skip the update and say so."""
+
+
+class LoraSettings(Section):
+    """Train a low-rank adapter instead of the whole model (needs peft: `pip install headrace[lora]`)."""
+
+    rank: int = Field(0, ge=0)
+    """Rank of the adapter in every layer it changes; 0 trains the whole model."""
+    alpha: float | None = Field(None, gt=0)
+    """The adapter's part is scaled by `alpha / rank`; not set: twice the rank."""
+    targets: Texts = ("all-linear",)
+    """Layers it changes, by the last part of their names (`q_proj`); `all-linear` is every linear layer but the
+    output head."""
+    dora: bool = False
+    """Also train the length of each weight row (DoRA)."""
 
 
 class EngineSettings(Section):
@@ -297,6 +312,7 @@ class Settings(BaseModel):
     reward: RewardSettings = RewardSettings()
     algo: AlgoSettings = AlgoSettings()
     trainer: TrainerSettings = TrainerSettings()
+    lora: LoraSettings = LoraSettings()
     engine: EngineSettings = EngineSettings()
     weights: WeightSettings = WeightSettings()
     warm_start: WarmStartSettings = WarmStartSettings()

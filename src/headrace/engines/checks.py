@@ -11,6 +11,7 @@ It then tries out how matrix products and attention round on this machine (``Mod
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +72,8 @@ def check_model(model: PreTrainedModel, *, block_size: int) -> ModelFacts:
         return ModelFacts(min_rows=_ROW_CHOICES[0], trims=True, bare_head=bare_head)
     kinds = {call._replace(layer=0) for call in calls}
     trims = all(_length_is_free(kind) for kind in kinds)
-    return ModelFacts(min_rows=_stable_rows(model), trims=trims, bare_head=bare_head)
+    shapes = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    return ModelFacts(min_rows=stable_rows(shapes), trims=trims, bare_head=bare_head)
 
 
 def plain_logits(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
@@ -123,8 +125,8 @@ def _length_is_free(call: LayerCall) -> bool:
     return True
 
 
-def _stable_rows(model: PreTrainedModel) -> int:
-    shapes = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+def stable_rows(shapes: Iterable[tuple[int, int]]) -> int:
+    """Rows from which products of these (inputs, outputs) give a row the same bits whatever their number."""
     return max((_stable_rows_for(*shape) for shape in shapes), default=_ROW_CHOICES[0])
 
 
@@ -181,7 +183,7 @@ def _paged_logits(
     parts = [forward.rows() for _ in range(_NUM_PASSES)]
     parts[0].add_chunk(ids[:cut], 0, table)
     parts[1].add_chunk(ids[cut:-1], cut, table)
-    parts[2].add_each(ids[-1:], np.array([length - 1]), table[None])
+    parts[2].add_each(ids[-1:], np.array([length - 1]), table[None], np.zeros(1, dtype=np.int64))
     logits, calls = [], []
     for rows in parts:
         part, seen = forward.traced_logits(rows, np.arange(rows.num_rows))

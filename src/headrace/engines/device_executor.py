@@ -28,7 +28,9 @@ from headrace.engines.sampler import Drawn
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
 from headrace.engines.truncated_draws import KeptSets, cut_rows, kept_sets, to_host
-from headrace.models.tensors import blobs_of, load_into, named_tensors
+from headrace.models.checkpoint_names import Weights
+from headrace.models.lora import LoraSpec
+from headrace.models.tensors import blobs_of, load_into
 from headrace.types import TensorBlob, TensorPatch
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
@@ -71,20 +73,28 @@ class DeviceExecutor:
         prefill_tokens: int,
         compiled: bool = True,
         memory_share: float = 0.9,
+        lora: LoraSpec | None = None,
+        num_adapters: int = 1,
         progress: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """``memory_share``: of the GPU's memory, what the engine may take, weights included."""
+        """``memory_share``: of the GPU's memory, what the engine may take, weights included. ``lora``: make room
+        for so many adapters."""
         limits = DeviceLimits(
             max_running=max_running,
             block_size=block_size,
             kv_tokens=kv_tokens,
             prefill_tokens=prefill_tokens,
             memory_share=memory_share,
+            lora=lora,
+            num_adapters=num_adapters,
         )
         prepared = prepare(model, limits, compiled=compiled, progress=progress)
         self.num_blocks, self.limit_tokens = prepared.num_blocks, prepared.limit_tokens
         self.table = SlotTable(max_running, block_size)
-        self._weights = named_tensors(model)
+        self._weights = Weights(model)
+        self._bank = prepared.bank
+        self.num_adapters = 0 if prepared.bank is None else num_adapters
+        self._num_changes_told = -1
         self._device = model.device
         self._reading = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._prefill_tokens = prefill_tokens
@@ -105,6 +115,9 @@ class DeviceExecutor:
 
     def launch(self, work: Work) -> DeviceFlight:
         table = self.table
+        if self.num_adapters and self._num_changes_told != table.num_changes:
+            self._passes.adapters_are(table.adapter)
+            self._num_changes_told = table.num_changes
         last = [i for i, chunk in enumerate(work.chunks) if chunk.stop == table.length[chunk.sequence.slot]]
         ending = np.array([work.chunks[i].sequence.slot for i in last], dtype=np.int64)
         flight = DeviceFlight(np.concatenate((work.decode, ending)))
@@ -122,19 +135,28 @@ class DeviceExecutor:
             flight.landed.record()
         return flight
 
-    def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float) -> np.ndarray:
+    def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int) -> np.ndarray:
         slot, table = self._passes.state.scoring_slot, np.array(blocks)
 
         def logits_of(start: int, stop: int) -> torch.Tensor:
-            return self._passes.all_logits([Piece(slot, start, token_ids[start:stop], table)])
+            return self._passes.all_logits([Piece(slot, start, token_ids[start:stop], table, adapter)])
 
         return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
 
     def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
-        load_into(self._weights, updates)
+        arrived = list(updates)
+        load_into(self._weights.called(update.name for update in arrived), arrived)
 
-    def weights(self) -> Iterator[TensorBlob]:
-        return blobs_of(self._weights)
+    def weights(self, names: Iterable[str]) -> Iterator[TensorBlob]:
+        return blobs_of(self._weights.called(names))
+
+    def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
+        assert self._bank is not None, "an executor without room for adapters is given none"
+        self._bank.load(adapter, updates)
+
+    def adapter_weights(self, adapter: int) -> Iterator[TensorBlob]:
+        assert self._bank is not None, "an executor without room for adapters has none"
+        return blobs_of(self._bank.tensors(adapter))
 
     def _bring_known_tokens(self, slots: np.ndarray) -> None:
         """A row whose token is booked may never have drawn here: the last row of a prompt, for one."""
@@ -148,7 +170,7 @@ class DeviceExecutor:
     def _piece(self, chunk: Chunk) -> Piece:
         slot = chunk.sequence.slot
         tokens = self.table.token_ids[slot, chunk.start : chunk.stop]
-        return Piece(slot, chunk.start, tokens, self.table.blocks[slot])
+        return Piece(slot, chunk.start, tokens, self.table.blocks[slot], chunk.sequence.adapter)
 
     def _draw_prompts(self, slots: np.ndarray, logits_RV: torch.Tensor) -> None:
         table = self.table

@@ -15,9 +15,12 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.errors import ModelError
+from headrace.models.adapter_bank import AdapterBank
 from headrace.models.device_attention import DEVICE, Attending, LayerOptions, attending, register
 from headrace.models.head import float_logits
 from headrace.models.joined_linear import join_linears
+from headrace.models.lora import LoraSpec
+from headrace.models.low_rank import serving
 
 
 class LayerShape(NamedTuple):
@@ -34,7 +37,14 @@ class LayerShape(NamedTuple):
 class DeviceModel:
     """The model's attention is replaced for good."""
 
-    def __init__(self, model: PreTrainedModel, *, compiled: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        compiled: bool,
+        lora: LoraSpec | None = None,
+        num_adapters: int = 1,
+    ) -> None:
         register()
         model.set_attn_implementation(DEVICE)
         if model.config._attn_implementation != DEVICE:
@@ -42,6 +52,7 @@ class DeviceModel:
                 f"{type(model).__name__} does not use transformers' attention interface; choose another model."
             )
         join_linears(model)
+        self.bank = None if lora is None else AdapterBank(model, lora, num_adapters)
         self._model = model
         self._head = model.get_output_embeddings()
         # Four dimensions make transformers pass a mask along as it is instead of building one.
@@ -69,15 +80,17 @@ class DeviceModel:
         passing: Attending,
         wanted_R: torch.Tensor | None = None,
         out_RV: torch.Tensor | None = None,
+        adapters_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """float32 [R, V] of the wanted rows, or of all in order."""
+        """float32 [R, V] of the wanted rows, or of all in order. ``adapters_T``: of the rows; None: no row has one."""
+        adapted = None if self.bank is None or adapters_T is None else self.bank.rows(adapters_T)
         inputs = {
             "input_ids": token_ids_T.unsqueeze(0),
             "position_ids": positions_T.unsqueeze(0),
             "attention_mask": self._no_mask,
             "use_cache": False,
         }
-        with torch.no_grad(), attending(passing):
+        with torch.no_grad(), attending(passing), serving(adapted):
             if self._bare_head:
                 hidden_TD = self._model.base_model(**inputs).last_hidden_state[0]
                 kept_RD = hidden_TD if wanted_R is None else hidden_TD[wanted_R]

@@ -31,6 +31,7 @@ class Piece:
     token_ids: np.ndarray
     blocks: np.ndarray
     """Its block table, up to the last row at least."""
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,12 @@ class DevicePasses:
         self.token_ids = torch.zeros((2, max_rows), dtype=torch.int32, device=device)
         self.logprobs = torch.zeros((2, max_rows), dtype=torch.float32, device=device)
 
+    def adapters_are(self, adapters: np.ndarray) -> None:
+        """Tell the device which adapter each of the scheduler's slots has; passes launched later see it."""
+        self.state.adapter[: len(adapters)].copy_(
+            to_pinned(adapters.copy(), self.state.device), non_blocking=True
+        )
+
     @property
     def sharing_pays_tokens(self) -> int:
         """Key-value rows a pass must be spared for shared prompts to be worth reading apart."""
@@ -66,7 +73,11 @@ class DevicePasses:
         rows = DecodeRows(state.tables, batch.slots, batch.lengths, batch.shared)
         passing = PoolAttending(state, self._kernels, batch.places, rows)
         logits_RV = self._model.logits(
-            state.last_token[batch.slots], batch.positions, passing, out_RV=self.logits[: batch.size]
+            state.last_token[batch.slots],
+            batch.positions,
+            passing,
+            out_RV=self.logits[: batch.size],
+            adapters_T=state.adapter[batch.slots] if self._model.bank is not None else None,
         )
         self._draw(0, logits_RV, batch.slots, DrawInputs(batch.seed_keys, batch.draws, batch.temperatures))
 
@@ -116,16 +127,39 @@ class DevicePasses:
         slots = np.array([piece.slot for piece in pieces])
         starts, offsets = np.array([piece.start for piece in pieces]), np.cumsum(counts) - counts
         kept = np.zeros(0, dtype=np.int64) if wanted is None else wanted
-        parts = (token_ids, positions, places, slots, starts, counts, offsets, kept, blocks.reshape(-1))
-        ids_T, positions_T, places_T, slots_N, starts_N, counts_N, offsets_N, kept_R, blocks_flat = upload(
-            parts, state.device
+        adapters = np.repeat(np.array([piece.adapter for piece in pieces]), counts)
+        parts = (
+            token_ids,
+            positions,
+            places,
+            slots,
+            starts,
+            counts,
+            offsets,
+            kept,
+            blocks.reshape(-1),
+            adapters,
         )
+        (
+            ids_T,
+            positions_T,
+            places_T,
+            slots_N,
+            starts_N,
+            counts_N,
+            offsets_N,
+            kept_R,
+            blocks_flat,
+            adapters_T,
+        ) = upload(parts, state.device)
         state.tables[:, :width].index_copy_(0, slots_N, blocks_flat.view(-1, width).int())
         rows = PieceRows(
             state.tables, slots_N.int(), starts_N.int(), counts_N.int(), offsets_N.int(), int(counts.max())
         )
         passing = PoolAttending(state, self._kernels, places_T, rows)
-        return self._model.logits(ids_T, positions_T, passing, None if wanted is None else kept_R)
+        return self._model.logits(
+            ids_T, positions_T, passing, None if wanted is None else kept_R, adapters_T=adapters_T
+        )
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:

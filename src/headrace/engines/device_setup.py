@@ -31,6 +31,8 @@ from headrace.engines.device_state import DeviceState, block_bytes
 from headrace.engines.sequences import SlotTable, new_sequence
 from headrace.engines.shared_prompts import SharedPromptFinder
 from headrace.errors import ConfigError
+from headrace.models.adapter_bank import AdapterBank
+from headrace.models.lora import LoraSpec
 from headrace.types import Request, Sampling
 
 _SPARE_BYTES = 1 << 30
@@ -48,6 +50,9 @@ class DeviceLimits:
     prefill_tokens: int
     memory_share: float
     """Of the device's memory, what the engine may take, the model's weights included."""
+    lora: LoraSpec | None = None
+    """None: no adapters."""
+    num_adapters: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class Prepared:
     num_blocks: int
     limit_tokens: int
     capturable: bool
+    bank: AdapterBank | None
 
 
 def prepare(
@@ -72,7 +78,7 @@ def prepare(
             "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "headrace" / "compiled")
         )
     progress("compiling the model's layers" if compiled else "checking the model")
-    shaped = DeviceModel(model, compiled=compiled)
+    shaped = DeviceModel(model, compiled=compiled, lora=limits.lora, num_adapters=limits.num_adapters)
     kernels = _kernels(shaped, limits.max_running, context, model.device)
 
     def passes(num_blocks: int) -> DevicePasses:
@@ -99,7 +105,7 @@ def prepare(
         # The projections' old memory, and what the check needed, would otherwise stay with this process.
         torch.cuda.empty_cache()
     limit_tokens = min(context, (num_blocks - 1) * size)
-    return Prepared(passes(num_blocks), num_blocks, limit_tokens, shaped.capturable)
+    return Prepared(passes(num_blocks), num_blocks, limit_tokens, shaped.capturable, shaped.bank)
 
 
 def _kernels(model: DeviceModel, max_running: int, context: int, device: torch.device) -> Kernels:

@@ -1,6 +1,6 @@
 """The engine's own memory on the device, and attention over it.
 
-One key-value pool a layer, the block table of every slot, and the token drawn last for each. Two slots beyond
+One key-value pool a layer, and for every slot its block table, the token drawn last and its adapter. Two slots beyond
 the scheduler's are kept here: one for rows of padding, one for sequences that are only scored.
 
 Shape legend: T rows of a pass, H query heads, K key-value heads, D key head dim, E value head dim, B blocks,
@@ -42,6 +42,7 @@ class DeviceState:
         ]
         self.tables = torch.zeros((num_slots + 2, row_blocks), dtype=torch.int32, device=device)
         self.last_token = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
+        self.adapter = torch.zeros(num_slots + 2, dtype=torch.int64, device=device)
 
     @property
     def device(self) -> torch.device:

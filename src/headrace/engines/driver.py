@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from headrace.engines.policies import POLICY
 from headrace.engines.torch_engine import TorchEngine
 from headrace.errors import RoleError, WeightSyncError
 from headrace.protocols import WeightReceiver
@@ -91,9 +92,11 @@ class EngineDriver:
         self._resolve(self._core.abort(request_ids))
         self._notice_drained()
 
-    async def score(self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
+    async def score(
+        self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0, policy: str = POLICY
+    ) -> list[np.ndarray]:
         self._ensure_alive()
-        return self._core.score(token_ids, temperature)
+        return self._core.score(token_ids, temperature, policy)
 
     async def begin_update(self, mode: InterruptMode) -> None:
         self._ensure_alive()
@@ -113,7 +116,7 @@ class EngineDriver:
             self._ensure_alive()
             if self._is_there(manifest):
                 self._resume()
-                return self._core.version
+                return manifest.version
             if self._threaded:
                 # Reading and verifying takes long and changes nothing: the engine goes on stepping, if it may.
                 updates = await asyncio.to_thread(self._read, manifest)
@@ -121,9 +124,12 @@ class EngineDriver:
             else:
                 updates = self._read(manifest)
             with self._ledger.activity("paused-for-weights"):
-                self._core.apply(manifest.version, updates)
+                if manifest.kind == "adapter":
+                    self._core.apply_adapter(manifest.policy, manifest.version, updates)
+                else:
+                    self._core.apply(manifest.version, updates)
             self._resume()
-            return self._core.version
+            return manifest.version
 
     async def cancel_update(self) -> None:
         self._resume()
@@ -153,7 +159,9 @@ class EngineDriver:
         """Whether the update has landed already. Raises WeightSyncError when it cannot land here."""
         version = self._core.version
         if manifest.kind == "adapter":
-            raise WeightSyncError(f"{self.name} serves no adapters; send it all weights")
+            if not self._core.num_adapters:
+                raise WeightSyncError(f"{self.name} serves no adapters; send it all weights")
+            version = self._core.version_of(manifest.policy)
         if manifest.version < version:
             raise WeightSyncError(f"{self.name} has version {version}; {manifest.version} is older")
         if manifest.kind == "delta" and manifest.version != version != manifest.base_version:
@@ -164,7 +172,9 @@ class EngineDriver:
         return manifest.kind == "delta" and manifest.version == version
 
     def _read(self, manifest: WeightManifest) -> list[TensorBlob | TensorPatch]:
-        return list(self._receiver.receive(manifest, self._core.weights()))
+        is_delta = manifest.kind == "delta"
+        base = self._core.weights(slot.name for slot in manifest.slots) if is_delta else ()
+        return list(self._receiver.receive(manifest, base))
 
     def _start(self) -> None:
         if self._loop_task is None:

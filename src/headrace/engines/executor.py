@@ -60,13 +60,15 @@ class Executor(Protocol):
     """Tokens a sequence may have."""
     pipelined: bool
     """Whether ``launch`` returns before the pass is done."""
+    num_adapters: int
+    """Adapters there is room for beside the model's own weights; 0: none."""
 
     def launch(self, work: Work) -> Flight:
         """Compute the work's rows under the present weights. The table is read before this returns, not
         later; a decoding row's token is the one drawn last for its slot, booked or not."""
         ...
 
-    def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float) -> np.ndarray:
+    def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int) -> np.ndarray:
         """float32 [T] logprobs of the tokens, entry 0 is 0; ``blocks`` hold their keys and values."""
         ...
 
@@ -74,6 +76,15 @@ class Executor(Protocol):
         """Change the weights between two passes, whole or not at all (then raises WeightSyncError)."""
         ...
 
-    def weights(self) -> Iterator[TensorBlob]:
-        """The weights that are computed with, where they lie."""
+    def weights(self, names: Iterable[str]) -> Iterator[TensorBlob]:
+        """The weights that are computed with, where they lie, under the names of memory or of the checkpoint,
+        whichever these are."""
+        ...
+
+    def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
+        """As ``load`` for one adapter, numbered from 1; no other is touched."""
+        ...
+
+    def adapter_weights(self, adapter: int) -> Iterator[TensorBlob]:
+        """As ``weights`` for one adapter, at the rank there is room for."""
         ...

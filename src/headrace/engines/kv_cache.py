@@ -5,7 +5,8 @@ Out: block ids. Block 0 is never given out: padding is written there. A block is
 held (reference count above zero), cached (count zero, found by its digest), or free.
 
 A block's version is that of its oldest row. Only full blocks written wholly under the current version
-are found by digest; ``forget`` makes every block unfindable when the weights change.
+are found by digest; ``forget`` makes every block unfindable that was computed with the weights that change.
+Digests of one adapter's blocks never meet those of another's.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import numpy as np
 SCRATCH_BLOCK = 0
 
 
-def block_digests(token_ids: np.ndarray, block_size: int, known: list[bytes]) -> list[bytes]:
-    """``known`` extended to every full block of the tokens; each digest covers all tokens before it."""
+def block_digests(
+    token_ids: np.ndarray, block_size: int, known: list[bytes], adapter: int = 0
+) -> list[bytes]:
+    """``known`` extended to every full block of the tokens; each digest covers the adapter they are computed with
+    and all tokens before it."""
     digests = known
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
     for start in range(len(digests) * block_size, len(tokens) - block_size + 1, block_size):
-        parent = digests[-1] if digests else b""
+        parent = digests[-1] if digests else adapter.to_bytes(2, "little")
         block = tokens[start : start + block_size].tobytes()
         digests.append(hashlib.blake2b(parent + block, digest_size=16).digest())
     return digests
@@ -38,6 +42,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, SCRATCH_BLOCK, -1))
         self._counts = [0] * num_blocks
         self._versions = [-1] * num_blocks
+        self._adapters = [0] * num_blocks
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -55,8 +60,8 @@ class BlockPool:
     def version(self, block: int) -> int:
         return self._versions[block]
 
-    def allocate(self, version: int) -> int | None:
-        """A block that is about to be written under ``version``; None when every block is held."""
+    def allocate(self, version: int, adapter: int = 0) -> int | None:
+        """A block that is about to be written under ``version`` of an adapter; None when every block is held."""
         if self._free:
             block = self._free.pop()
         elif self._idle:
@@ -66,6 +71,7 @@ class BlockPool:
             return None
         self._counts[block] = 1
         self._versions[block] = version
+        self._adapters[block] = adapter
         return block
 
     def publish(self, block: int, digest: bytes, version: int) -> None:
@@ -94,12 +100,13 @@ class BlockPool:
             else:
                 self._free.append(block)
 
-    def forget(self) -> None:
-        """No block written so far may be found again: the weights changed."""
-        self._block_of.clear()
-        self._digest_of.clear()
-        self._free.extend(self._idle)
-        self._idle.clear()
+    def forget(self, adapter: int = 0) -> None:
+        """No block written so far with this adapter may be found again: its weights changed."""
+        for block in [block for block in self._digest_of if self._adapters[block] == adapter]:
+            self._unlist(block)
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
 
     def _unlist(self, block: int) -> None:
         del self._block_of[self._digest_of.pop(block)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from headrace.engines.executor import Executor
 from headrace.engines.torch_engine import TorchEngine
+from headrace.models.lora import LoraSpec
 from headrace.timekeeping import TimeLedger
 
 _USUAL_RUNNING = {"cpu": 64, "cuda": 512}
@@ -26,14 +28,24 @@ def torch_engine(
     recompute_kv: bool = False,
     compiled: bool = True,
     memory_share: float = 0.9,
+    lora: LoraSpec | None = None,
+    num_adapters: int = 1,
     progress: Callable[[str], None] = lambda line: None,
 ) -> TorchEngine:
     """``kv_tokens``, ``max_running``, ``prefill_tokens``: None derives them from the model and the device.
-    ``compiled`` and ``memory_share`` (of the device's memory, weights included) matter on a GPU only."""
+    ``compiled`` and ``memory_share`` (of the device's memory, weights included) matter on a GPU only.
+    ``lora``: make room for ``num_adapters`` adapters of at most that rank in those layers; the model's own weights
+    then stay as they are."""
     assert block_size & (block_size - 1) == 0, "block_size must be a power of two"
     kind = model.device.type
     max_running, prefill_tokens = usual_sizes(kind, max_running, prefill_tokens)
-    sizes = {"max_running": max_running, "block_size": block_size, "prefill_tokens": prefill_tokens}
+    sizes: dict[str, Any] = {
+        "max_running": max_running,
+        "block_size": block_size,
+        "prefill_tokens": prefill_tokens,
+        "lora": lora,
+        "num_adapters": num_adapters,
+    }
     executor: Executor
     if kind == "cuda":
         from headrace.engines.device_executor import DeviceExecutor

@@ -18,7 +18,9 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.engines.lanes import LaneRows
+from headrace.models.adapter_bank import AdapterBank
 from headrace.models.head import float_logits
+from headrace.models.low_rank import serving
 from headrace.models.paged_attention import (
     BlockGroup,
     CausalTables,
@@ -44,6 +46,7 @@ class Piece(NamedTuple):
     token_ids: np.ndarray
     start: int
     table: np.ndarray
+    adapter: int = 0
 
 
 class Rows:
@@ -60,11 +63,17 @@ class Rows:
         self._token_ids: list[np.ndarray] = []
         self._positions: list[np.ndarray] = []
         self._slots: list[np.ndarray] = []
+        self._adapters: list[np.ndarray] = []
         self.groups: list[RowGroup] = []
         self.num_rows = 0
 
     def add_lane(
-        self, rows: LaneRows, token_ids: np.ndarray, positions: np.ndarray, tables: np.ndarray
+        self,
+        rows: LaneRows,
+        token_ids: np.ndarray,
+        positions: np.ndarray,
+        tables: np.ndarray,
+        adapters: np.ndarray,
     ) -> None:
         """Decoding rows in the order of a lane; ``tables`` is that of all slots."""
         size = self._block_size
@@ -81,9 +90,12 @@ class Rows:
         self.groups.append(
             LaneGroup(span, Masks(where, read_length, self._tables), rows.lane, where, moves, loads)
         )
-        self._add(token_ids, positions, tables[rows.slots, positions // size] * size + positions % size)
+        slots = tables[rows.slots, positions // size] * size + positions % size
+        self._add(token_ids, positions, slots, adapters)
 
-    def add_each(self, token_ids: np.ndarray, positions: np.ndarray, tables: np.ndarray) -> np.ndarray:
+    def add_each(
+        self, token_ids: np.ndarray, positions: np.ndarray, tables: np.ndarray, adapters: np.ndarray
+    ) -> np.ndarray:
         """Rows with a block table each; returns where in the pass each of them is."""
         lengths = self._padded[positions + 1]
         order = np.argsort(lengths, kind="stable")
@@ -98,12 +110,12 @@ class Rows:
         where = np.empty(len(order), dtype=np.int64)
         where[order] = self.num_rows + np.arange(len(order))
         slots = tables[np.arange(len(order)), positions // self._block_size] * self._block_size
-        self._add(token_ids, positions, slots + positions % self._block_size)
+        self._add(token_ids, positions, slots + positions % self._block_size, adapters[order])
         return where
 
-    def add_chunk(self, token_ids: np.ndarray, start: int, table: np.ndarray) -> None:
+    def add_chunk(self, token_ids: np.ndarray, start: int, table: np.ndarray, adapter: int = 0) -> None:
         """Consecutive rows of one sequence, which stay in order."""
-        self.add_chunks([Piece(token_ids, start, table)])
+        self.add_chunks([Piece(token_ids, start, table, adapter)])
 
     def add_chunks(self, chunks: Sequence[Piece]) -> list[int]:
         """Consecutive rows of many sequences; returns where the last row of each is. Pieces of equal
@@ -112,7 +124,7 @@ class Rows:
         for i, chunk in enumerate(chunks):
             lengths = self._padded[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
             for a, b in _spans(lengths):
-                piece = Piece(chunk.token_ids[a:b], chunk.start + a, chunk.table)
+                piece = Piece(chunk.token_ids[a:b], chunk.start + a, chunk.table, chunk.adapter)
                 alike.setdefault((int(lengths[a]), b - a), []).append((i, piece))
         stops = [chunk.start + len(chunk.token_ids) for chunk in chunks]
         ends = [0] * len(chunks)
@@ -135,7 +147,9 @@ class Rows:
         slots = np.take_along_axis(tables, positions // size, axis=1) * size + positions % size
         positions = positions.reshape(-1)
         self._group(0, len(positions), tables.reshape(-1), len(pieces), kv_length, positions)
-        self._add(np.concatenate([piece.token_ids for piece in pieces]), positions, slots.reshape(-1))
+        token_ids = np.concatenate([piece.token_ids for piece in pieces])
+        adapters = np.repeat(np.array([piece.adapter for piece in pieces]), run)
+        self._add(token_ids, positions, slots.reshape(-1), adapters)
 
     def tensors(self, min_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, positions and slots, int64 [T]; padding rows are token 0 at slot 0, a scratch row."""
@@ -144,6 +158,10 @@ class Rows:
             self._joined(self._positions, min_rows),
         )
         return token_ids, positions, self._joined(self._slots, min_rows)
+
+    def adapters(self, min_rows: int) -> torch.Tensor:
+        """int64 [T]; padding rows have none."""
+        return self._joined(self._adapters, min_rows)
 
     def _joined(self, parts: list[np.ndarray], min_rows: int) -> torch.Tensor:
         if len(parts) == 1 and self.num_rows >= min_rows:
@@ -158,10 +176,13 @@ class Rows:
         masks = Masks(self._tensor(positions[a:b]), kv_length, self._tables)
         self.groups.append(BlockGroup(rows, masks, self._tensor(blocks.copy()), num_tables))
 
-    def _add(self, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
+    def _add(
+        self, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray, adapters: np.ndarray
+    ) -> None:
         self._token_ids.append(token_ids.astype(np.int64))
         self._positions.append(positions)
         self._slots.append(slots)
+        self._adapters.append(adapters)
         self.num_rows += len(token_ids)
 
     def _rows(self, rows: np.ndarray) -> slice | torch.Tensor:
@@ -192,14 +213,17 @@ class ForwardPass:
         min_rows: int,
         trims: bool = False,
         bare_head: bool = False,
+        bank: AdapterBank | None = None,
     ) -> None:
         """``trims``: how far a row is padded does not change its bits, so shorter is allowed.
-        ``bare_head``: logits are the output layer's alone, which saves a layer of calls."""
+        ``bare_head``: logits are the output layer's alone, which saves a layer of calls. ``bank``: the adapters
+        that rows may have."""
         self._model = model
         self._kv = kv
         self._min_rows = min_rows
         self._trims = trims
         self._bare_head = bare_head
+        self._bank = bank
         self._tables = CausalTables()
         self._device = model.device
         size = kv.block_size
@@ -224,7 +248,8 @@ class ForwardPass:
         """As ``logits``, with what each layer asked of its attention."""
         token_ids_T, positions_T, slots_T = rows.tensors(self._min_rows)
         plan = PagedPlan(self._kv, slots_T, rows.groups, rows.num_rows)
-        with torch.inference_mode():
+        adapted = None if self._bank is None else self._bank.rows(rows.adapters(self._min_rows))
+        with torch.inference_mode(), serving(adapted):
             logits_RV = self._run(token_ids_T, positions_T, plan, self._kept_rows(wanted, len(token_ids_T)))
             return logits_RV[: len(wanted)].float(), plan.calls
 

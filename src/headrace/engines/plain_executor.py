@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from headrace.engines.checks import check_model, context_tokens
+from headrace.engines.checks import check_model, context_tokens, stable_rows
 from headrace.engines.executor import score_in_chunks
 from headrace.engines.lanes import Lanes
 from headrace.engines.noise import NoiseAhead
@@ -24,8 +24,11 @@ from headrace.engines.passes import ForwardPass, Piece, Rows
 from headrace.engines.sampler import Drawn, SamplerRows, sample, sample_plainly
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
+from headrace.models.adapter_bank import AdapterBank
+from headrace.models.checkpoint_names import Weights
+from headrace.models.lora import LoraSpec
 from headrace.models.paged_attention import KvTensors
-from headrace.models.tensors import load_blobs, to_blobs
+from headrace.models.tensors import blobs_of, load_into
 from headrace.types import TensorBlob, TensorPatch
 
 _USUAL_TOKENS = 512
@@ -64,16 +67,21 @@ class PlainExecutor:
         block_size: int,
         kv_tokens: int | None,
         prefill_tokens: int,
+        lora: LoraSpec | None = None,
+        num_adapters: int = 1,
     ) -> None:
         """``kv_tokens``: rows of key-value memory; None makes room for ``max_running`` sequences of usual
-        length, or one of the whole context."""
+        length, or one of the whole context. ``lora``: make room for so many adapters."""
         facts = check_model(model, block_size=block_size)
+        self._bank = None if lora is None else AdapterBank(model, lora, num_adapters)
+        self.num_adapters = 0 if self._bank is None else num_adapters
         context = context_tokens(model.config.get_text_config())
         wanted = kv_tokens or usual_kv_tokens(context, max_running)
         self.num_blocks = -(-wanted // block_size) + 1
         self.limit_tokens = min(context, (self.num_blocks - 1) * block_size)
         self.table = SlotTable(max_running, block_size)
         self._model = model
+        self._weights = Weights(model)
         self._prefill_tokens = prefill_tokens
         self._kv = KvTensors(num_blocks=self.num_blocks, block_size=block_size)
         self._lanes = Lanes(max_running)
@@ -82,9 +90,10 @@ class PlainExecutor:
             model,
             self._kv,
             limit_tokens=self.limit_tokens,
-            min_rows=facts.min_rows,
+            min_rows=max(facts.min_rows, stable_rows([] if self._bank is None else self._bank.products)),
             trims=facts.trims,
             bare_head=facts.bare_head,
+            bank=self._bank,
         )
 
     def launch(self, work: Work) -> LandedFlight:
@@ -100,22 +109,31 @@ class PlainExecutor:
         logits_RV = self._pass.logits(rows, wanted)
         return LandedFlight(slots, self._draw(slots, logits_RV))
 
-    def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float) -> np.ndarray:
+    def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int) -> np.ndarray:
         table = np.zeros(self._pass.num_table_entries(len(token_ids)), dtype=np.int64)
         table[: len(blocks)] = blocks
 
         def logits_of(start: int, stop: int) -> torch.Tensor:
             rows = self._pass.rows()
-            rows.add_chunk(token_ids[start:stop], start, table)
+            rows.add_chunk(token_ids[start:stop], start, table, adapter)
             return self._pass.logits(rows, np.arange(stop - start))
 
         return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
 
     def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
-        load_blobs(self._model, updates)
+        arrived = list(updates)
+        load_into(self._weights.called(update.name for update in arrived), arrived)
 
-    def weights(self) -> Iterator[TensorBlob]:
-        return to_blobs(self._model)
+    def weights(self, names: Iterable[str]) -> Iterator[TensorBlob]:
+        return blobs_of(self._weights.called(names))
+
+    def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
+        assert self._bank is not None, "an executor without room for adapters is given none"
+        self._bank.load(adapter, updates)
+
+    def adapter_weights(self, adapter: int) -> Iterator[TensorBlob]:
+        assert self._bank is not None, "an executor without room for adapters has none"
+        return blobs_of(self._bank.tensors(adapter))
 
     def _add_decoding(self, rows: Rows, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Add the decoding slots; returns them in another order, and the row of each."""
@@ -131,12 +149,14 @@ class PlainExecutor:
             )
         for lane in lanes:
             where = table.computed[lane.slots]
-            rows.add_lane(lane, table.token_ids[lane.slots, where], where, table.blocks)
+            tokens, adapters = table.token_ids[lane.slots, where], table.adapter[lane.slots]
+            rows.add_lane(lane, tokens, where, table.blocks, adapters)
         ordered = [lane.slots for lane in lanes]
         wanted = np.arange(rows.num_rows)
         if len(rest):
             where = table.computed[rest]
-            wanted = np.append(wanted, rows.add_each(table.token_ids[rest, where], where, table.blocks[rest]))
+            tokens, blocks = table.token_ids[rest, where], table.blocks[rest]
+            wanted = np.append(wanted, rows.add_each(tokens, where, blocks, table.adapter[rest]))
             ordered.append(rest)
         return ordered[0] if len(ordered) == 1 else np.concatenate([slots[:0], *ordered]), wanted
 
@@ -145,7 +165,7 @@ class PlainExecutor:
         for chunk in chunks:
             slot = chunk.sequence.slot
             tokens = table.token_ids[slot, chunk.start : chunk.stop]
-            pieces.append(Piece(tokens, chunk.start, table.blocks[slot]))
+            pieces.append(Piece(tokens, chunk.start, table.blocks[slot], chunk.sequence.adapter))
         return pieces
 
     def _resident_length(self) -> int:

@@ -74,17 +74,18 @@ class Scheduler:
         """Sequences that run, or ran and were sent back."""
         return len(self.running) + sum(seq.started for seq in self.waiting)
 
-    def next_work(self, version: int) -> Work:
+    def next_work(self, versions: np.ndarray) -> Work:
+        """``versions``: of the weights, by adapter."""
         decode = self._decoding()
         tenants, changes = self.table.tenant[decode], self.table.num_changes
-        self._cover_decoding(decode, version)
+        self._cover_decoding(decode, versions)
         chunks: list[Chunk] = []
         budget = self.prefill_tokens
         for sequence in list(self._filling):
             if budget > 0 and sequence.slot >= 0:
-                budget -= self._add_chunk(sequence, budget, version, chunks)
-        while budget > 0 and self._admit(version):
-            budget -= self._add_chunk(self.running[-1], budget, version, chunks)
+                budget -= self._add_chunk(sequence, budget, versions, chunks)
+        while budget > 0 and self._admit(versions):
+            budget -= self._add_chunk(self.running[-1], budget, versions, chunks)
         if changes != self.table.num_changes:
             # Some may have been sent back meanwhile, and their slots given to others.
             decode = decode[self.table.tenant[decode] == tenants]
@@ -120,7 +121,7 @@ class Scheduler:
             goes_on &= table.length[slots] - table.computed[slots] == 1
         return slots if goes_on.all() else slots[goes_on]
 
-    def _cover_decoding(self, decode: np.ndarray, version: int) -> None:
+    def _cover_decoding(self, decode: np.ndarray, versions: np.ndarray) -> None:
         """Give each decoding sequence a block for its token, and let others find the one it has filled."""
         if not len(decode):
             return
@@ -130,13 +131,14 @@ class Scheduler:
         for sequence in [self.by_slot[slot] for slot in decode[row == 0].tolist()]:
             if sequence.slot < 0:  # An older one has taken its place just now.
                 continue
-            at = int(self.table.computed[sequence.slot])
+            at, version = int(self.table.computed[sequence.slot]), int(versions[sequence.adapter])
             # All tokens of the block before this row are booked, even with a pass on its way.
             self._publish(sequence, at - 1, at, version)
             self._cover(sequence, at + 1, version)
 
-    def _add_chunk(self, sequence: Sequence, budget: int, version: int, chunks: list[Chunk]) -> int:
+    def _add_chunk(self, sequence: Sequence, budget: int, versions: np.ndarray, chunks: list[Chunk]) -> int:
         """Schedule the next rows of a prompt; returns how many."""
+        version = int(versions[sequence.adapter])
         self._match(sequence, version)
         start, length = int(self.table.computed[sequence.slot]), int(self.table.length[sequence.slot])
         covered = self._cover(sequence, min(start + budget, length), version)
@@ -146,7 +148,7 @@ class Scheduler:
         self._publish(sequence, start, covered, version)
         return covered - start
 
-    def _admit(self, version: int) -> bool:
+    def _admit(self, versions: np.ndarray) -> bool:
         """Start the next waiting sequence if a slot and the blocks of its tokens are there."""
         if not self.waiting or not self.table.num_free:
             return False
@@ -158,7 +160,7 @@ class Scheduler:
             return False
         self.waiting.popleft()
         self.table.place(sequence)
-        sequence.started, sequence.kv_version = True, version
+        sequence.started, sequence.kv_version = True, int(versions[sequence.adapter])
         self.running.append(sequence)
         self.by_slot[sequence.slot] = sequence
         self._filling.append(sequence)
@@ -171,7 +173,7 @@ class Scheduler:
         length, at = int(table.length[slot]), int(table.computed[slot])
         if at != len(sequence.blocks) * size or sequence.kv_version != version:
             return
-        digests = block_digests(table.token_ids[slot, :length], size, sequence.digests)
+        digests = block_digests(table.token_ids[slot, :length], size, sequence.digests, sequence.adapter)
         while at + size < length and (block := self.pool.share(digests[at // size])) is not None:
             self._give(sequence, block)
             table.row_versions[slot, at : at + size] = version
@@ -184,7 +186,7 @@ class Scheduler:
         Younger sequences are sent back for it, and itself if it decodes and is the youngest."""
         size = self.table.block_size
         while len(sequence.blocks) * size < num_rows:
-            block = self.pool.allocate(version)
+            block = self.pool.allocate(version, sequence.adapter)
             if block is not None:
                 self._give(sequence, block)
             elif (youngest := self.running[-1]) is not sequence:
@@ -209,6 +211,6 @@ class Scheduler:
         size, slot = self.table.block_size, sequence.slot
         if slot < 0 or sequence.kv_version != version or stop // size == start // size:
             return
-        digests = block_digests(self.table.token_ids[slot, :stop], size, sequence.digests)
+        digests = block_digests(self.table.token_ids[slot, :stop], size, sequence.digests, sequence.adapter)
         for i in range(start // size, stop // size):
             self.pool.publish(sequence.blocks[i], digests[i], version)

@@ -128,7 +128,9 @@ class ScriptedEngine:
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._aborted |= self._running.intersection(request_ids)
 
-    async def score(self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
+    async def score(
+        self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0, policy: str = "policy"
+    ) -> list[np.ndarray]:
         return [np.where(np.arange(len(ids)) == 0, 0.0, -1.0).astype(np.float32) for ids in token_ids]
 
     async def begin_update(self, mode: InterruptMode) -> None:

@@ -40,17 +40,20 @@ class Sequence:
     kv_version: int = -1
     """The version every row of its blocks was computed under, while that is one version."""
     started: bool = False
+    adapter: int = 0
+    """The adapter it is computed with; 0: none."""
 
     @property
     def num_prompt(self) -> int:
         return int(self.request.prompt_ids.shape[0])
 
 
-def new_sequence(request: Request, limit: int) -> Sequence:
+def new_sequence(request: Request, limit: int, adapter: int = 0) -> Sequence:
     prompt_ids, prefix = np.asarray(request.prompt_ids, dtype=np.int32), request.prefix
     if prefix is None:
         nothing = np.zeros(0, dtype=np.int32)
-        return Sequence(request, limit, prompt_ids, nothing.astype(np.float32), nothing, [], NO_KV)
+        logprobs = nothing.astype(np.float32)
+        return Sequence(request, limit, prompt_ids, logprobs, nothing, [], NO_KV, adapter=adapter)
     return Sequence(
         request,
         limit,
@@ -59,6 +62,7 @@ def new_sequence(request: Request, limit: int) -> Sequence:
         prefix.versions.astype(np.int32),
         _kept_rows(prefix) if request.sampling.truncates else [],
         prefix.kv_versions,
+        adapter=adapter,
     )
 
 
@@ -90,6 +94,7 @@ class SlotTable:
         self.top_p = np.ones(num_slots, dtype=np.float32)
         self.min_p = np.zeros(num_slots, dtype=np.float32)
         self.truncates = np.zeros(num_slots, dtype=bool)
+        self.adapter = np.zeros(num_slots, dtype=np.int64)
         self.seed_key = np.zeros(num_slots, dtype=np.uint64)
         self.stop_ids = np.full((num_slots, 1), _NO_TOKEN, dtype=np.int64)
         self.token_ids = np.zeros((num_slots, 0), dtype=np.int32)
@@ -124,6 +129,7 @@ class SlotTable:
         self.temperature[slot], self.top_k[slot] = sampling.temperature, sampling.top_k
         self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
         self.truncates[slot] = sampling.truncates
+        self.adapter[slot] = sequence.adapter
         self.seed_key[slot] = seed_key(sequence.request.seed)
         self.stop_ids[slot] = _NO_TOKEN
         self.stop_ids[slot, : len(sampling.stop_ids)] = sampling.stop_ids
@@ -161,12 +167,14 @@ class SlotTable:
             sampling_mask=_ragged(sequence.kept) if sequence.request.sampling.truncates else None,
         )
 
-    def book(self, slots: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+    def book(
+        self, slots: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray, versions: np.ndarray
+    ) -> None:
         """Write down the next sampled token of each of these slots."""
         at = self.booked[slots]
         self.token_ids[slots, at] = token_ids
         self.logprobs[slots, at] = logprobs
-        self.versions[slots, at] = version
+        self.versions[slots, at] = versions
         self.booked[slots] = at + 1
 
     def _widen(self, limit: int, num_stops: int) -> None:

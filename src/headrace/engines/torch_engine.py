@@ -2,7 +2,8 @@
 
 In: requests (``submit``), new weights (``apply``). Out: finished completions from ``step``, each token with
 its float32 log-probability and the version of the weights whose pass produced it. Everything here is
-synchronous; ``driver.py`` puts an event loop around it. Weights change only between two passes.
+synchronous; ``driver.py`` puts an event loop around it. Weights change only between two passes. Where there
+is room for adapters, every request is computed with that of its policy, and versions are the adapter's own.
 
 With a pipelined executor a pass is launched before the tokens of the last one are known here. A sequence
 that turns out to have ended then has one row too many in the pass on its way; that row's draw is thrown
@@ -25,11 +26,15 @@ import numpy as np
 
 from headrace.engines.executor import Executor, Flight
 from headrace.engines.kv_cache import BlockPool
+from headrace.engines.policies import POLICY, Policies
 from headrace.engines.scheduler import Scheduler, Work
 from headrace.engines.sequences import Sequence, new_sequence, resting_completion
-from headrace.errors import TaskError
+from headrace.errors import TaskError, WeightSyncError
 from headrace.timekeeping import TimeLedger
 from headrace.types import Completion, FinishReason, Request, TensorBlob, TensorPatch
+
+_NOBODYS = -1
+"""The version of blocks that are never found by anybody else."""
 
 
 @dataclass(slots=True)
@@ -37,7 +42,8 @@ class _InFlight:
     flight: Flight
     tenants: np.ndarray
     """int64 [R], who had the slots when the pass was launched."""
-    version: int
+    versions: np.ndarray
+    """int32 [R], of the weights it is computed with."""
 
 
 class TorchEngine:
@@ -54,7 +60,7 @@ class TorchEngine:
     ) -> None:
         """``prefill_tokens``: prompt tokens in one pass, at most. ``recompute_kv``: after an update running
         requests compute their keys and values anew instead of keeping the old ones."""
-        self.version = version
+        self._policies = Policies(executor.num_adapters, version)
         self.limit_tokens = executor.limit_tokens
         self._executor = executor
         self._ledger = ledger
@@ -65,6 +71,11 @@ class TorchEngine:
         self._live: dict[str, Sequence] = {}
         self._done: list[tuple[str, Completion]] = []
         self._in_flight: _InFlight | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the weights; where there are adapters, the lowest version of any."""
+        return self._policies.version
 
     @property
     def has_work(self) -> bool:
@@ -91,7 +102,7 @@ class TorchEngine:
         if request.id in self._live:
             raise TaskError(f"request id {request.id!r} is already in use; ids must differ while they live.")
         limit = min(num_prompt + request.sampling.max_tokens, self.limit_tokens)
-        sequence = new_sequence(request, limit)
+        sequence = new_sequence(request, limit, self._policies.adapter_of(request.policy))
         reason = _already_finished(sequence)
         if reason is not None:
             self._done.append((request.id, resting_completion(sequence, reason)))
@@ -121,7 +132,7 @@ class TorchEngine:
         requests this finished."""
         self._ledger.switch("decode")
         done, self._done = self._done, []
-        work = self._scheduler.next_work(self.version)
+        work = self._scheduler.next_work(self._policies.versions)
         num_prefill = sum(chunk.stop - chunk.start for chunk in work.chunks)
         landing, self._in_flight = self._in_flight, None
         if num_prefill or len(work.decode):
@@ -149,23 +160,50 @@ class TorchEngine:
         table.reported[slots[chosen]] = table.booked[slots[chosen]]
         return [(running[i].request.id, table.completion(running[i])) for i in chosen.tolist()]
 
-    def weights(self) -> Iterator[TensorBlob]:
-        """The weights that are computed with, where they lie; they change in ``apply`` alone."""
-        return self._executor.weights()
+    def weights(self, names: Iterable[str] = (), *, policy: str | None = None) -> Iterator[TensorBlob]:
+        """The model's weights that are computed with, where they lie, or those of a policy's adapter; they change
+        in ``apply`` and ``apply_adapter`` alone. ``names`` are those an update of the model uses: of memory, as
+        without any, or of the checkpoint."""
+        if policy is None:
+            return self._executor.weights(names)
+        return self._executor.adapter_weights(self._policies.adapter_of(policy))
+
+    @property
+    def num_adapters(self) -> int:
+        """Adapters there is room for."""
+        return self._executor.num_adapters
 
     def apply(self, version: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         """Change the weights. Raises WeightSyncError, with nothing changed, if the updates do not fit."""
+        if self.num_adapters:
+            raise WeightSyncError(
+                "the engine serves adapters, whose model must stay as it is; publish an adapter (lora.rank above 0), "
+                "or start the engine without room for adapters"
+            )
         self._executor.load(updates)
-        self.version = version
-        self._pool.forget()
-        if self._recompute_kv:
-            for sequence in reversed(self._scheduler.running[:]):
-                self._scheduler.preempt(sequence)
+        self._policies.versions[0] = version
+        self._renew(0)
 
-    def score(self, token_ids: Several[np.ndarray], temperature: float = 1.0) -> list[np.ndarray]:
-        """float32 [T] logprobs of each sequence's tokens under the current weights; entry 0 is 0."""
+    def apply_adapter(self, policy: str, version: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
+        """Create or replace the adapter of a policy, as ``apply`` does; other policies go on untouched."""
+        adapter = self._policies.room_for(policy)
+        self._executor.load_adapter(adapter, updates)
+        self._policies.settle(policy, adapter, version)
+        self._renew(adapter)
+
+    def version_of(self, policy: str) -> int:
+        """Of the policy's adapter; -1: it has not arrived. Raises WeightSyncError where it would find no room."""
+        return int(self._policies.versions[self._policies.room_for(policy)])
+
+    def score(
+        self, token_ids: Several[np.ndarray], temperature: float = 1.0, policy: str = POLICY
+    ) -> list[np.ndarray]:
+        """float32 [T] logprobs of each sequence's tokens under the policy's weights; entry 0 is 0."""
+        adapter = self._policies.adapter_of(policy)
         with self._ledger.activity("prefill"):
-            return [self._score_one(np.asarray(ids, dtype=np.int64), temperature) for ids in token_ids]
+            return [
+                self._score_one(np.asarray(ids, dtype=np.int64), temperature, adapter) for ids in token_ids
+            ]
 
     def counters(self) -> dict[str, float]:
         counters = self._scheduler.counters
@@ -182,15 +220,15 @@ class TorchEngine:
     def _launch(self, work: Work) -> _InFlight:
         """Start a pass and note what it computes; its tokens count as part of their sequences from here on."""
         flight, table = self._executor.launch(work), self._table
-        at = table.computed[work.decode]
-        table.row_versions[work.decode, at] = self.version
+        versions, at = self._policies.versions, table.computed[work.decode]
+        table.row_versions[work.decode, at] = versions[table.adapter[work.decode]]
         table.computed[work.decode] = at + 1
         for chunk in work.chunks:
             slot = chunk.sequence.slot
-            table.row_versions[slot, chunk.start : chunk.stop] = self.version
+            table.row_versions[slot, chunk.start : chunk.stop] = versions[chunk.sequence.adapter]
             table.computed[slot] = chunk.stop
         table.length[flight.slots] += 1
-        return _InFlight(flight, table.tenant[flight.slots], self.version)
+        return _InFlight(flight, table.tenant[flight.slots], versions[table.adapter[flight.slots]])
 
     def _land(self, launched: _InFlight) -> list[tuple[str, Completion]]:
         """Book the tokens a pass drew, and take out what is finished."""
@@ -202,7 +240,7 @@ class TorchEngine:
         for row, kept in drawn.kept.items():
             if present[row]:
                 self._scheduler.by_slot[int(launched.flight.slots[row])].kept.append(kept)
-        table.book(slots, token_ids, drawn.logprobs[rows], launched.version)
+        table.book(slots, token_ids, drawn.logprobs[rows], launched.versions[rows])
         self._scheduler.counters.generated_tokens += len(slots)
         return self._collect(slots, token_ids)
 
@@ -220,14 +258,22 @@ class TorchEngine:
             finished.append((sequence.request.id, resting_completion(sequence, reason)))
         return finished
 
-    def _score_one(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
+    def _renew(self, adapter: int) -> None:
+        """What was computed with the adapter's old weights is found by nobody new."""
+        self._pool.forget(adapter)
+        if self._recompute_kv:
+            for sequence in reversed(self._scheduler.running[:]):
+                if sequence.adapter == adapter:
+                    self._scheduler.preempt(sequence)
+
+    def _score_one(self, token_ids: np.ndarray, temperature: float, adapter: int) -> np.ndarray:
         if len(token_ids) > self.limit_tokens:
             raise TaskError(
                 f"a sequence of {len(token_ids)} tokens cannot be scored by an engine that takes "
                 f"{self.limit_tokens}; shorten it or raise kv_tokens up to the model's context."
             )
         blocks = self._borrow(len(token_ids))
-        logprobs = self._executor.score(token_ids, blocks, temperature)
+        logprobs = self._executor.score(token_ids, blocks, temperature, adapter)
         self._scheduler.counters.prefill_tokens += max(0, len(token_ids) - 1)
         self._pool.release(blocks)
         return logprobs
@@ -236,7 +282,7 @@ class TorchEngine:
         """Blocks for scoring; running requests are sent back to wait if there is no other way."""
         blocks: list[int] = []
         while len(blocks) * self._table.block_size < num_rows:
-            block = self._pool.allocate(self.version)
+            block = self._pool.allocate(_NOBODYS)
             if block is not None:
                 blocks.append(block)
             else:

@@ -70,8 +70,10 @@ class RemoteEngine:
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._call("abort", list(request_ids))
 
-    async def score(self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
-        return await self._call("score", list(token_ids), temperature)
+    async def score(
+        self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0, policy: str = "policy"
+    ) -> list[np.ndarray]:
+        return await self._call("score", list(token_ids), temperature, policy)
 
     async def begin_update(self, mode: InterruptMode) -> None:
         await self._call("begin_update", mode)

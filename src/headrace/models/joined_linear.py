@@ -2,7 +2,8 @@
 
 In: a model with query, key and value projections, or gate and up projections, as layers of their own. Out: the
 same model, whose parameters keep their names and are now parts of one larger matrix, so that loading weights
-in place still works. The first of them computes all; the others hand out their share. For a few rows a product
+in place still works. The first of them computes all, and what is put beside it (``beside``) changes the product
+of all; the others hand out their share. For a few rows a product
 costs its weights' way through memory plus a fixed toll, and this pays the toll once.
 """
 
@@ -51,24 +52,41 @@ class JoinedLinear(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.out_features = linear.out_features
-        self._start = start
-        self._shares = shares
+        self.start = start
+        self.shares = shares
+        self.beside: nn.Module | None = None
+        """Of the first layer: called with the input and the product, gives the product to use."""
         self._is_first = joined is not None
         weight, bias = joined if joined is not None else (None, None)
         self.register_buffer("_joined_weight", weight, persistent=False)
         self.register_buffer("_joined_bias", bias, persistent=False)
 
+    @property
+    def joined(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of the whole product, at the first layer."""
+        return self._joined_weight, self._joined_bias
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shares = self._shares
+        shares = self.shares
         if self._is_first:
-            shares.product = nn.functional.linear(x, self._joined_weight, self._joined_bias)
+            product = nn.functional.linear(x, self._joined_weight, self._joined_bias)
+            shares.product = product if self.beside is None else self.beside(x, product)
             shares.left = shares.num_layers
-        product = shares.product
-        assert product is not None, "joined layers must be called first to last, once each"
+        whole = shares.product
+        assert whole is not None, "joined layers must be called first to last, once each"
         shares.left -= 1
         if shares.left == 0:
             shares.product = None
-        return product[..., self._start : self._start + self.out_features]
+        return whole[..., self.start : self.start + self.out_features]
+
+
+def joined_groups(model: nn.Module) -> list[list[JoinedLinear]]:
+    """The layers of each joined product, the first one first."""
+    groups: dict[int, list[JoinedLinear]] = {}
+    for module in model.modules():
+        if isinstance(module, JoinedLinear):
+            groups.setdefault(id(module.shares), []).append(module)
+    return [sorted(layers, key=lambda layer: layer.start) for layers in groups.values()]
 
 
 def _alike(linears: Sequence[nn.Linear]) -> bool:

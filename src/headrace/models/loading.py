@@ -6,6 +6,7 @@ asked device and dtype. A model that cannot be loaded is a ModelError that says 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -18,18 +19,21 @@ from headrace.models.routers import use_float_routers
 
 Family = Literal["llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "deepseek_v3"]
 
+ADAPTER_CONFIG = "adapter_config.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
 _MIXED_WINDOWS = ("gemma2", "gemma3")
 
 
 def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
-    """The causal language model saved under ``path``, in eval mode."""
+    """The causal language model saved under ``path``, in eval mode; an adapter is merged into its model."""
     if dtype not in _DTYPES:
         raise ModelError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}; choose one of these.")
     directory = Path(path)
     if not directory.exists() and (directory.is_absolute() or str(path).startswith(".")):
         raise ModelError(f"model {str(path)!r} does not exist; point at a saved Hugging Face model.")
+    if (directory / ADAPTER_CONFIG).is_file():
+        return _merged(directory, dtype=dtype, device=device)
     if directory.is_dir() and not (directory / "config.json").is_file():
         raise ModelError(f"model {str(path)!r} has no config.json; point at a saved Hugging Face model.")
     try:
@@ -41,6 +45,24 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
         ) from error
     use_float_routers(model)
     return model.to(device).eval()
+
+
+def _merged(directory: Path, *, dtype: str, device: str) -> PreTrainedModel:
+    """The model an adapter was trained on, with the adapter in its weights."""
+    base = json.loads((directory / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(
+            f"adapter {str(directory)!r} does not name its model; write base_model_name_or_path into {ADAPTER_CONFIG}."
+        )
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ModelError(
+            f"model {str(directory)!r} is an adapter, and peft cannot be imported ({error}); install headrace[lora]."
+        ) from error
+    model = PeftModel.from_pretrained(load_model(base, dtype=dtype, device=device), str(directory))
+    merged: PreTrainedModel = model.merge_and_unload()
+    return merged.eval()
 
 
 def hollow_model(path: str | Path) -> PreTrainedModel:

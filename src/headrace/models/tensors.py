@@ -1,8 +1,9 @@
 """A model's weights as named raw bytes, and back.
 
 In and out: ``TensorBlob`` under the model's own parameter names (those of its checkpoint, save that fused
-experts stay fused). Tensors that share memory, as tied embeddings do, travel once. ``load_blobs`` checks
-every blob before it touches anything, then copies in place, so addresses held elsewhere stay valid.
+experts stay fused; ``checkpoint_names`` takes them apart). Tensors that share memory, as tied embeddings do,
+travel once. ``load_blobs`` checks every update before it touches anything, then copies in place, so addresses
+held elsewhere stay valid.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def to_blobs(model: torch.nn.Module) -> Iterator[TensorBlob]:
@@ -70,6 +72,18 @@ def load_into(targets: Mapping[str, torch.Tensor], updates: Iterable[Update]) ->
         for update in arrived:
             if isinstance(update, TensorPatch) and len(update.places):
                 _patch(targets[update.name], update)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As blobs spell it."""
+    return _DTYPE_NAMES[dtype]
+
+
+def as_tensor(blob: TensorBlob) -> torch.Tensor:
+    """What the blob stands for, where its bytes are; bytes of this process's memory are copied."""
+    data = blob.data
+    raw = data if isinstance(data, torch.Tensor) else torch.from_numpy(np.array(data, dtype=np.uint8))
+    return raw.view(_DTYPES[blob.dtype]).view(blob.shape)
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

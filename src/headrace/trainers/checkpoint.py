@@ -1,6 +1,7 @@
 """A trainer's state on disk: weights any tool can load, and what training needs to go on bit for bit.
 
     config.json, model.safetensors, ...   Hugging Face format; tokenizer files beside them
+    adapter_config.json, ...              in peft's format instead, where only an adapter is trained
     optimizer.safetensors                 AdamW moments and counts, by parameter name
     reference.safetensors                 weights of the KL reference, where there is one
     rng.safetensors                       torch generators: cpu, and cuda where used
@@ -27,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError
+from headrace.trainers.adapter_weights import AdapterModule
 from headrace.trainers.placement import Weights
 from headrace.trainers.ranks import Ranks
 from headrace.trainers.shard_files import Entry, open_files, write_files, write_model
@@ -146,6 +148,8 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 def _saved_weights(directory: Path, weights: Weights) -> Mapping[str, torch.Tensor]:
     """Through ``from_pretrained``, since names on disk may differ from those in memory (fused experts)."""
     model = weights.model
+    if isinstance(model, AdapterModule):
+        return model.read(directory)
     saved, info = type(model).from_pretrained(directory, dtype=model.dtype, output_loading_info=True)
     if info["missing_keys"]:
         raise CheckpointError(

@@ -27,8 +27,14 @@ Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, the modules that compute the experts of a layer."""
-    return {name: module for name, module in model.named_modules() if "_is_expert_parallel" in vars(module)}
+    """By name, the modules that compute the experts of a layer: their weights have a slice for each expert."""
+    return {name: module for name, module in model.named_modules() if _has_slices(module)}
+
+
+def _has_slices(module: nn.Module) -> bool:
+    num_experts = vars(module).get("num_experts")
+    slices = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+    return bool(slices) and all(parameter.shape[0] == num_experts for parameter in slices)
 
 
 def divide_experts(model: nn.Module, group: dist.ProcessGroup) -> list[nn.Module]:

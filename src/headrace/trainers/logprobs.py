@@ -159,11 +159,14 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_N: torch.Tensor, _: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None, None, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
         hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, normaliser_N = ctx.saved_tensors
         grad_hidden_NH = torch.empty_like(hidden_NH)
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        grad_weight_VH = grad_bias_V = None
+        if ctx.needs_input_grad[1]:
+            grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        if ctx.needs_input_grad[2]:
+            grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32)
         logit_gradient = _fused(_logit_gradient, hidden_NH.device.type)
         for chunk in _chunks(hidden_NH.shape[0], ctx.chunk_tokens):
             logits_CV, slope_CV = _logits(hidden_NH[chunk], weight_VH, bias_V, ctx.softcap)
@@ -172,10 +175,12 @@ class _HeadLogprobs(torch.autograd.Function):
                 hidden_NH.dtype,
             )  # fmt: skip
             grad_hidden_NH[chunk] = head_input_gradient(grad_CV, weight_VH)
-            add_head_weight_gradient(grad_weight_VH, grad_CV, hidden_NH[chunk])
+            if grad_weight_VH is not None:
+                add_head_weight_gradient(grad_weight_VH, grad_CV, hidden_NH[chunk])
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.float().sum(0)
-        grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+        if grad_weight_VH is not None:
+            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None
 
 

@@ -54,7 +54,7 @@ class MasterWeights:
         for mirror, master in self._pairs:
             if master.requires_grad:
                 mirror.requires_grad_(True)
-                mirror.register_post_accumulate_grad_hook(_hand_over_to(master))
+                mirror.register_post_accumulate_grad_hook(hand_over_to(master))
 
     def logprobs(self, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(self.policy, row)
@@ -125,7 +125,9 @@ def _add_on(device_type: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
     return torch.compile(_add, dynamic=True) if device_type == "cuda" else _add
 
 
-def _hand_over_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
+def hand_over_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """A hook that adds a parameter's gradient to the master's and lets go of it."""
+
     def hand_over(mirror: torch.Tensor) -> None:
         assert mirror.grad is not None
         if master.grad is None:

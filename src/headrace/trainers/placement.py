@@ -1,4 +1,4 @@
-"""Where a trainer's weights live: on one device, or in slices over ranks.
+"""Where a trainer's weights live: on one device, or in slices over ranks; all of them, or an adapter's.
 
 In: a model, whole on the first rank. Out: the weights that are trained, and a frozen copy of them where the loss
 needs one. The model is checked before it is given away, while one rank still has all of it.
@@ -9,8 +9,11 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from headrace.errors import ConfigError
+from headrace.models.lora import LoraSpec
 from headrace.models.packed_attention import use_packed_attention
 from headrace.models.tensors import named_tensors
+from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.forward_check import check_forward
 from headrace.trainers.master_weights import MasterWeights, compute_copy
 from headrace.trainers.ranks import Ranks
@@ -22,13 +25,17 @@ Weights = MasterWeights | ShardedWeights
 def place_weights(
     model: PreTrainedModel,
     dtype: torch.dtype,
+    lora: LoraSpec | None,
     with_reference: bool,
     *,
     ranks: Ranks,
     expert_ranks: int,
     offload: bool,
 ) -> tuple[Weights, Weights | None]:
-    """Ranks without a device of their own are one process that trains alone."""
+    """Ranks without a device of their own are one process that trains alone. With ``lora`` no copy is needed: the
+    policy without its adapter is the reference."""
+    if lora is not None:
+        return _adapter(model.eval(), dtype, lora, ranks), None
     model = model.to(torch.float32).eval()
     if ranks.is_first:
         check_forward(model)
@@ -48,6 +55,16 @@ def place_weights(
         )
     weights = ShardedWeights(model, dtype, ranks=ranks, expert_ranks=expert_ranks, offload=offload)
     return weights, reference
+
+
+def _adapter(model: PreTrainedModel, dtype: torch.dtype, lora: LoraSpec, ranks: Ranks) -> AdapterWeights:
+    if ranks.device is not None:
+        raise ConfigError(
+            "lora.rank: an adapter is trained on one rank, without offload: set trainer.ranks = 1"
+        )
+    weights = AdapterWeights(model, dtype, lora)
+    check_forward(weights.policy)
+    return weights
 
 
 def _on_one_device(

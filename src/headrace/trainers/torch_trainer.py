@@ -6,9 +6,10 @@ backward, so rows may be cut in any way; gradients accumulate over the rows and 
 per minibatch. A step that is not finite is never applied: it raises, or is skipped and says so, and the
 version advances either way. ``model`` holds float32 weights, ``policy`` is what is computed and published:
 the same model in float32, a copy in bf16. Where several ranks train together, each holds a slice of the
-weights, is given its share of every batch, and all take every decision alike. On a GPU the policy's
-layers are compiled, and those that do not fit into memory are recomputed in the backward. Dropout is off,
-since the policy that is trained must be the one that was sampled from.
+weights, is given its share of every batch, and all take every decision alike. With ``lora`` the weights that
+are trained, kept and published are an adapter's alone, and the reference of a KL term is the policy without
+it. On a GPU the policy's layers are compiled, and those that do not fit into memory are recomputed in the
+backward. Dropout is off, since the policy that is trained must be the one that was sampled from.
 
 Every moment is charged to the ledger: forward-backward, optimizer, publishing, checkpoint, else
 waiting-for-batch.
@@ -31,8 +32,10 @@ from headrace.algos.corrections import CorrectionName, LossName
 from headrace.algos.kl import KLName
 from headrace.data.dealing import minibatches
 from headrace.errors import ConfigError, InvariantError, TrainingError
+from headrace.models.lora import LoraSpec
 from headrace.protocols import WeightSender
 from headrace.timekeeping import TimeLedger
+from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.balance import ExpertBalance
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
@@ -42,7 +45,7 @@ from headrace.trainers.optim import Schedule, build_adamw, check_schedule, rate_
 from headrace.trainers.placement import place_weights
 from headrace.trainers.ranks import ALONE, Ranks
 from headrace.trainers.rows import TrainRow, train_rows
-from headrace.types import StepResult, TrainBatch, WeightManifest
+from headrace.types import BundleKind, StepResult, TrainBatch, WeightManifest
 
 ComputeDtype = Literal["fp32", "bf16"]
 _NOTHING = "no loss tokens"
@@ -87,15 +90,17 @@ class TorchTrainer:
         compute_dtype: ComputeDtype = "fp32",
         share_prefixes: bool | None = None,
         eager: bool = False,
+        lora: LoraSpec | None = None,
     ) -> None:
         """``model`` is taken over: it is moved to float32 and to packed attention. Of several ``ranks`` the
         first has the model's weights and the ``sender``, on the others ``model`` is hollow; groups of
         ``expert_ranks`` divide a mixture's experts. ``offload`` keeps weights and optimizer state in host
         memory, for ranks with a process group. ``compute_dtype`` is what the model is computed and published
-        in. ``keep_reference`` False: the reference of a KL term is not kept here, samples bring its
-        log-probabilities. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``;
-        ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt once for all attempts at it
-        (None: on a GPU); ``eager`` compiles nothing, for debugging."""
+        in. ``lora``: train this adapter and leave the model's own weights alone. ``keep_reference`` False: the
+        reference of a KL term is not computed here, samples bring its log-probabilities. ``max_tokens`` is the
+        constant of aggregation ``seq-mean-token-sum-norm``; ``grad_clip`` None clips nothing. ``share_prefixes``
+        computes a prompt once for all attempts at it (None: on a GPU); ``eager`` compiles nothing, for
+        debugging."""
         self.objective = Objective(
             loss=loss,
             correction=correction,
@@ -112,17 +117,12 @@ class TorchTrainer:
         self._aggregation, self._max_tokens = aggregation, max_tokens
         self._learning_rate, self._warmup_steps = learning_rate, warmup_steps
         self._schedule, self._total_steps = schedule, total_steps
-        self._keep_reference = keep_reference
         self._grad_clip, self._row_tokens, self._minibatches = grad_clip, row_tokens, minibatches
-        self._on_nonfinite = on_nonfinite
+        self._on_nonfinite, self._keep_reference = on_nonfinite, keep_reference
         self._sender, self.ledger, self._tokenizer_dir = sender, ledger, tokenizer_dir
+        dtype, with_reference = _DTYPES[compute_dtype], self.objective.needs_reference and keep_reference
         self._weights, self._reference = place_weights(
-            model,
-            _DTYPES[compute_dtype],
-            self.objective.needs_reference and keep_reference,
-            ranks=ranks,
-            expert_ranks=expert_ranks,
-            offload=offload,
+            model, dtype, lora, with_reference, ranks=ranks, expert_ranks=expert_ranks, offload=offload
         )
         self.model, self.policy = self._weights.model, self._weights.policy
         self._ranks, self._device = ranks, self._weights.device
@@ -216,11 +216,15 @@ class TorchTrainer:
             raise InvariantError(
                 f"publish: version {version} was asked for, but the weights are {self.version}"
             )
-        kind: Literal["full"] | None = "full" if version is None else None
+        adapter = self._weights if isinstance(self._weights, AdapterWeights) else None
+        kind: BundleKind | None = "adapter" if adapter else "full" if version is None else None
         with self.ledger.activity("publishing"):
             blobs = self._weights.blobs()
             try:
-                return None if self._sender is None else self._sender.send(self.version, blobs, kind=kind)
+                if self._sender is None:
+                    return None
+                manifest = self._sender.send(self.version, blobs, kind=kind)
+                return replace(manifest, policy=adapter.policy_name) if adapter else manifest
             finally:
                 # The other ranks count on this one for every tensor, also after a sender that failed.
                 for _ in blobs:
@@ -275,7 +279,8 @@ class TorchTrainer:
         if self.objective.needs_reference and not self._keep_reference:
             _check_references(parts)
         elif self.objective.needs_reference:
-            rows_of_parts = [self._with_reference(rows) for rows in rows_of_parts]
+            with self._weights.off() if isinstance(self._weights, AdapterWeights) else nullcontext():
+                rows_of_parts = [self._with_reference(rows) for rows in rows_of_parts]
         # With one minibatch the policy is prox itself, and the extra pass would compute the same numbers.
         if self.objective.needs_prox and len(parts) > 1:
             rows_of_parts = [[self._with_prox(row) for row in rows] for rows in rows_of_parts]
@@ -283,14 +288,14 @@ class TorchTrainer:
 
     @torch.no_grad()
     def _with_reference(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
-        assert self._reference is not None
+        reference = self._weights if self._reference is None else self._reference
         # A row that any rank must compute is computed by all.
         missing = self._ranks.largest(*(row.inputs.ref_logprobs_N is None for row in rows))
         done = []
         for row, is_missing in zip(rows, missing, strict=True):
             logprobs_N = row.inputs.ref_logprobs_N
             if is_missing:
-                computed_N, _ = self._reference.logprobs(row.tensors)
+                computed_N, _ = reference.logprobs(row.tensors)
                 logprobs_N = computed_N if logprobs_N is None else logprobs_N
             done.append(replace(row, inputs=replace(row.inputs, ref_logprobs_N=logprobs_N)))
         return done

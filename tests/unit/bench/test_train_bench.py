@@ -65,6 +65,6 @@ def test_shapes_are_built_where_they_are_wanted_with_exact_rotary_tables():
     again = small_model()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert shape_config("qwen2-7b").tie_word_embeddings is False
-    assert set(SHAPES) == {"qwen2-0.5b", "qwen2-1.5b", "qwen2-7b"}
+    assert set(SHAPES) >= {"qwen2-0.5b", "qwen2-1.5b", "qwen2-7b"}
     with pytest.raises(ConfigError, match=r"qwen2-1\.5b"):
         shape_config("gpt-9")

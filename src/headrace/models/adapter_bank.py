@@ -1,0 +1,151 @@
+"""Room for several adapters beside the weights of one model.
+
+In: a model, how many adapters of which rank it must hold, and later their tensors as the trainer publishes them.
+Out: the same model, whose target layers add the adapter of each row (``low_rank``). Memory for all adapters is made
+once and never moves. An adapter is replaced whole or not at all, and no other is touched.
+
+Adapters are numbered from 1; 0 is the model alone. Joined layers must have been joined before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from headrace.errors import WeightSyncError
+from headrace.models.joined_linear import joined_groups
+from headrace.models.lora import LoraSpec, target_linears
+from headrace.models.low_rank import AdaptedLinear, AdapterRows, LowRank
+from headrace.models.tensors import Update, as_tensor, dtype_name
+from headrace.types import TensorBlob
+
+SCALING = "scaling"
+_A, _B, _FACTOR = ".lora_A.weight", ".lora_B.weight", ".row_factor"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Where the adapters of one layer lie."""
+
+    low: LowRank
+    row: int
+    """Of the first adapter in A, and its column in B."""
+    start: int
+    stop: int
+    """The layer's outputs within its product."""
+
+    def of(self, adapter: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """A [rank, inputs], B [outputs, rank] and row factors of one adapter, to be written."""
+        low, at, outputs = self.low, self.row + (adapter - 1) * rank, slice(self.start, self.stop)
+        factors = None if low.factors is None else low.factors[adapter, outputs]
+        return low.a[at : at + rank], low.b[outputs, at : at + rank], factors
+
+
+class AdapterBank:
+    """The model's target layers are replaced for good; their parameters keep their names."""
+
+    def __init__(self, model: PreTrainedModel, spec: LoraSpec, num_adapters: int) -> None:
+        """``spec``: the largest rank of any adapter, all layers that any may change, and DoRA if any is."""
+        self.num_adapters, self.rank = num_adapters, spec.rank
+        self._dtype_name = dtype_name(model.dtype)
+        shape = (num_adapters + 1, num_adapters * spec.rank)
+        self._scales = torch.zeros(shape, dtype=torch.float32, device=model.device)
+        self._parts = _attach(model, target_linears(model, spec.targets), self.num_adapters, spec)
+
+    def rows(self, adapters_T: torch.Tensor) -> AdapterRows:
+        """For a pass whose rows have these adapters."""
+        return AdapterRows(adapters_T, self._scales[adapters_T])
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of every product that is computed beside the model's own."""
+        matrices = [matrix for part in self._parts.values() for matrix in (part.low.a, part.low.b)]
+        return sorted({(matrix.shape[1], matrix.shape[0]) for matrix in matrices})
+
+    @torch.no_grad()
+    def load(self, adapter: int, updates: Iterable[Update]) -> None:
+        """Replace an adapter; layers it has no tensors for are left to the model. Raises WeightSyncError, with
+        nothing changed, if it does not fit."""
+        arrived = {blob.name: blob for blob in updates if isinstance(blob, TensorBlob)}
+        ranks = self._check(arrived)
+        for name, part in self._parts.items():
+            a, b, factors = part.of(adapter, self.rank)
+            rank = ranks.get(name, 0)
+            if rank < self.rank:
+                a[rank:].zero_()
+                b[:, rank:].zero_()
+            if rank:
+                a[:rank].copy_(as_tensor(arrived[name + _A]))
+                b[:, :rank].copy_(as_tensor(arrived[name + _B]))
+            if factors is not None and name + _FACTOR in arrived:
+                factors.copy_(as_tensor(arrived[name + _FACTOR]))
+            elif factors is not None:
+                factors.fill_(1.0)
+        own = slice((adapter - 1) * self.rank, adapter * self.rank)
+        self._scales[adapter, own].copy_(as_tensor(arrived[SCALING]).expand(self.rank))
+
+    def tensors(self, adapter: int) -> dict[str, torch.Tensor]:
+        """What is computed with for one adapter, where it lies, by the names it arrives under."""
+        column = (adapter - 1) * self.rank
+        found = {SCALING: self._scales[adapter, column : column + 1]}
+        for name, part in self._parts.items():
+            a, b, factors = part.of(adapter, self.rank)
+            found |= {name + _A: a, name + _B: b}
+            if factors is not None:
+                found[name + _FACTOR] = factors
+        return found
+
+    def _check(self, arrived: Mapping[str, TensorBlob]) -> dict[str, int]:
+        """The rank in every layer the adapter changes."""
+        ranks = {name.removesuffix(_A): blob.shape[0] for name, blob in arrived.items() if name.endswith(_A)}
+        kind = self._dtype_name
+        expected: dict[str, tuple[str, tuple[int, ...]]] = {SCALING: ("F32", (1,))}
+        for name, rank in ranks.items():
+            part = self._parts.get(name)
+            if part is None or not 1 <= rank <= self.rank:
+                raise WeightSyncError(
+                    f"the adapter changes {name!r} at rank {rank}, and the engine has room for rank {self.rank} in "
+                    f"{len(self._parts)} layers ({', '.join(list(self._parts)[:2])}, ...); start both with the same "
+                    "lora settings"
+                )
+            num_in, num_out = part.low.a.shape[1], part.stop - part.start
+            expected |= {name + _A: (kind, (rank, num_in)), name + _B: (kind, (num_out, rank))}
+            if part.low.factors is not None and name + _FACTOR in arrived:
+                expected[name + _FACTOR] = (kind, (num_out,))
+        found = {name: (blob.dtype, tuple(blob.shape)) for name, blob in arrived.items()}
+        if not ranks or found != expected:
+            wrong = sorted(name for name in found | expected if found.get(name) != expected.get(name))
+            raise WeightSyncError(
+                f"the update is not an adapter of this model in {kind} (see {wrong[:2]}); start sender and engine "
+                "with the same model, dtype and lora settings"
+            )
+        return ranks
+
+
+def _attach(
+    model: PreTrainedModel, targets: Sequence[str], num_adapters: int, spec: LoraSpec
+) -> dict[str, _Part]:
+    """Put the memory of the adapters beside each target's product."""
+    columns, num_factors = num_adapters * spec.rank, num_adapters + 1 if spec.dora else 0
+    names = {model.get_submodule(name): name for name in targets}
+    parts: dict[str, _Part] = {}
+    for name in targets:
+        linear = model.get_submodule(name)
+        if isinstance(linear, nn.Linear):
+            low = LowRank(linear.weight, linear.bias, num_rows=columns, num_factors=num_factors)
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, AdaptedLinear(linear, low))
+            parts[name] = _Part(low, 0, 0, linear.out_features)
+    for layers in joined_groups(model):
+        members = [layer for layer in layers if layer in names]
+        if members:
+            low = LowRank(*layers[0].joined, num_rows=len(members) * columns, num_factors=num_factors)
+            layers[0].beside = low
+            for number, layer in enumerate(members):
+                stop = layer.start + layer.out_features
+                parts[names[layer]] = _Part(low, number * columns, layer.start, stop)
+    return {name: parts[name] for name in targets}

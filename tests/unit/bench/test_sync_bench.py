@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from headrace.bench import delta_size, sync
+
+
+def test_a_delta_after_twenty_steps_is_small_and_exact():
+    shares = delta_size.run(steps=20)
+    assert shares["bytes_share"] <= 0.07
+    assert 0 < shares["one_step_bytes_share"] < shares["bytes_share"] < shares["changed_share"]
+
+
+def test_every_cell_has_a_row():
+    cell = {
+        "bundle": "delta",
+        "transport": "files",
+        "sent_bytes": 1e6,
+        "changed_share": 0.02,
+        "publish_ms": 1.0,
+        "publish_gb_s": 2.0,
+        "receive_ms": 3.0,
+        "receive_gb_s": 4.0,
+        "apply_ms": 0.5,
+        "stall_ms": 0.5,
+        "worst_stall_ms": 0.7,
+    }
+    figures = {
+        "shape": "qwen2-0.2b",
+        "weight_bytes": 4e8,
+        "copy_gb_s": 10.0,
+        "usual_pass_ms": 30.0,
+        "delta_after_adam": delta_size.run(steps=2),
+        "cells": [cell, {**cell, "transport": "collective"}],
+    }
+    console = Console(width=200, file=io.StringIO())
+    console.print(sync.table(figures))
+    text = console.file.getvalue()
+    assert "files" in text and "collective" in text and "this machine copies 10.0 GB/s" in text
