@@ -29,7 +29,19 @@ CONTRACT = frozenset({"types", "protocols", "errors", "timekeeping", "wire"})
 PURE = frozenset({"algos", "data"})
 WORKERS = frozenset({"engines", "envs", "scoring", "trainers", "weights", "models", "serve", "observe"})
 TOP = frozenset(
-    {"__init__", "__main__", "api", "build", "cli", "cli_common", "demo", "doctor", "bench", "evaluation"}
+    {
+        "__init__",
+        "__main__",
+        "api",
+        "build",
+        "cli",
+        "cli_common",
+        "demo",
+        "doctor",
+        "bench",
+        "evaluation",
+        "memory",
+    }
 )
 
 MAY_IMPORT: dict[str, frozenset[str]] = {

@@ -201,20 +201,31 @@ def device(name: str) -> str:
     return name
 
 
-def dtype(settings: Settings) -> str:
+def dtype(settings: Settings, place: str | None = None) -> str:
+    """What the model is computed in on ``place`` (None: the device of the settings)."""
     if settings.model.dtype == "auto":
-        return "bfloat16" if device(settings.model.device) == "cuda" else "float32"
+        return "bfloat16" if (place or device(settings.model.device)) == "cuda" else "float32"
     return settings.model.dtype
 
 
-def route(settings: Settings) -> Route:
-    """How weights reach the engines. All roles are on this machine and its one device."""
+def row_tokens(settings: Settings, place: str) -> int:
+    return settings.trainer.row_tokens or _ROW_TOKENS[place]
+
+
+def memory_share(settings: Settings, *, beside_trainer: bool) -> float:
+    """Of a GPU's memory, what an engine may take."""
+    return settings.engine.memory_share or (_SHARE_BESIDE_TRAINER if beside_trainer else _SHARE_ALONE)
+
+
+def route(settings: Settings, place: str | None = None) -> Route:
+    """How weights reach the engines. All roles are on this machine and its one device, ``place`` (None: that of
+    the settings)."""
     w = settings.weights
     return choose(
         w.transport,
         w.bundle,
-        device=device(settings.model.device),
-        item_bytes=2 if dtype(settings) == "bfloat16" else 4,
+        device=place or device(settings.model.device),
+        item_bytes=2 if dtype(settings, place) == "bfloat16" else 4,
     )
 
 
@@ -258,7 +269,7 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
         kv_tokens=e.kv_tokens,
         prefill_tokens=e.prefill_tokens,
         compiled=not settings.model.eager,
-        memory_share=e.memory_share or (_SHARE_BESIDE_TRAINER if "segments" in told else _SHARE_ALONE),
+        memory_share=memory_share(settings, beside_trainer="segments" in told),
         lora=lora(settings) if "segments" in told else None,
         progress=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
     )
@@ -305,7 +316,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         warmup_steps=t.warmup_steps,
         schedule=t.schedule,
         total_steps=settings.run.steps,
-        row_tokens=t.row_tokens or _ROW_TOKENS[place],
+        row_tokens=row_tokens(settings, place),
         minibatches=t.minibatches,
         on_nonfinite=t.on_nonfinite,
         compute_dtype="bf16" if dtype(settings) == "bfloat16" else "fp32",

@@ -1,4 +1,4 @@
-"""The command line: ``headrace train | demo | eval | doctor | bench``.
+"""The command line: ``headrace train | demo | eval | doctor | plan | bench``.
 
 Every command that prints figures takes ``--json FILE``. A mistake is one sentence on standard error and
 an exit code that is not zero; ``--traceback`` shows where it came from.
@@ -18,9 +18,10 @@ from rich.console import Console
 
 from headrace import __version__
 from headrace.bench.commands import bench
-from headrace.cli_common import JsonFile, Traceback, write_json
+from headrace.cli_common import JsonFile, Overrides, RunFile, Traceback, write_json
 from headrace.config import Settings, load
 from headrace.errors import HeadraceError
+from headrace.memory.commands import plan
 
 app = typer.Typer(
     help="Reinforcement learning for language models that keeps every GPU fed with tokens.",
@@ -29,9 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
-
-RunFile = Annotated[Path | None, typer.Argument(help="a TOML file; docs/settings.md lists every setting")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.field=value, may be repeated")]
+app.add_typer(plan, name="plan")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What every command has: figures as JSON, and the traceback of an error when asked for."""
+"""What commands have in common: the settings of a run, figures as JSON, the traceback of an error."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import typer
 
 from headrace.errors import ConfigError
 
+RunFile = Annotated[Path | None, typer.Argument(help="a TOML file; docs/settings.md lists every setting")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.field=value, may be repeated")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="show the traceback of an error")]
 

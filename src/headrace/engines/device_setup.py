@@ -96,7 +96,7 @@ def prepare(
     trial = passes(-(-len(probe) // size) + 1)
     check_agreement(model, check_passes(trial, probe.numpy()), expected)
     if limits.kv_tokens is None:
-        enough = limits.max_running * -(-context // size) + 1
+        enough = most_blocks(context, limits.max_running, size)
         num_blocks = min(enough, _blocks_that_fit(trial, shaped.layers, limits))
     else:
         num_blocks = -(-limits.kv_tokens // size) + 1
@@ -150,6 +150,17 @@ def check_passes(passes: DevicePasses, token_ids: np.ndarray) -> torch.Tensor:
     return torch.cat(logits)
 
 
+def beside_kv_bytes(pass_bytes: int) -> int:
+    """What is kept free of keys and values for passes that need so much. Twice that: graphs keep memory of their
+    own beside that of plain passes."""
+    return 2 * pass_bytes + _SPARE_BYTES
+
+
+def most_blocks(context: int, max_running: int, block_size: int) -> int:
+    """More are of no use: every request has its whole context, and one block is nobody's."""
+    return max_running * -(-context // block_size) + 1
+
+
 def _blocks_that_fit(passes: DevicePasses, layers: Sequence[LayerShape], limits: DeviceLimits) -> int:
     """Blocks for which there is memory beside the largest prefill and decode pass."""
     state = passes.state
@@ -172,8 +183,7 @@ def _blocks_that_fit(passes: DevicePasses, layers: Sequence[LayerShape], limits:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(state.device)
     allowed = int(total * limits.memory_share) - torch.cuda.memory_allocated(state.device)
-    # Twice: graphs keep memory of their own beside that of plain passes.
-    room = min(free, allowed) - 2 * needed - _SPARE_BYTES
+    room = min(free, allowed) - beside_kv_bytes(needed)
     per_block = block_bytes(layers, state.block_size, state.pools[0].dtype)
     if room < 2 * per_block:
         raise ConfigError(

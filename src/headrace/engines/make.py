@@ -38,9 +38,9 @@ def torch_engine(
     then stay as they are."""
     assert block_size & (block_size - 1) == 0, "block_size must be a power of two"
     kind = model.device.type
-    prefill_tokens = prefill_tokens or _USUAL_PREFILL.get(kind, _USUAL_PREFILL["cpu"])
+    max_running, prefill_tokens = usual_sizes(kind, max_running, prefill_tokens)
     sizes: dict[str, Any] = {
-        "max_running": max_running or _USUAL_RUNNING.get(kind, _USUAL_RUNNING["cpu"]),
+        "max_running": max_running,
         "block_size": block_size,
         "prefill_tokens": prefill_tokens,
         "lora": lora,
@@ -64,4 +64,12 @@ def torch_engine(
         executor = PlainExecutor(model, **sizes, kv_tokens=kv_tokens)
     return TorchEngine(
         executor, ledger=ledger, version=version, prefill_tokens=prefill_tokens, recompute_kv=recompute_kv
+    )
+
+
+def usual_sizes(kind: str, max_running: int | None, prefill_tokens: int | None) -> tuple[int, int]:
+    """Requests at a time and prompt tokens of a pass, as asked for or as usual on this kind of device."""
+    return (
+        max_running or _USUAL_RUNNING.get(kind, _USUAL_RUNNING["cpu"]),
+        prefill_tokens or _USUAL_PREFILL.get(kind, _USUAL_PREFILL["cpu"]),
     )

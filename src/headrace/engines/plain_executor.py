@@ -34,8 +34,13 @@ from headrace.types import TensorBlob, TensorPatch
 _USUAL_TOKENS = 512
 """Tokens a running sequence is given room for when ``kv_tokens`` is not set."""
 
-_RESIDENT_BYTES = 512 * 2**20
+RESIDENT_BYTES = 512 * 2**20
 """Memory for the dense copies of decoding rows; longer rows collect their blocks in every pass."""
+
+
+def usual_kv_tokens(context: int, max_running: int) -> int:
+    """Room for running sequences of usual length, or for one of the whole context."""
+    return max(context, max_running * min(context, _USUAL_TOKENS))
 
 
 @dataclass(slots=True)
@@ -71,7 +76,7 @@ class PlainExecutor:
         self._bank = None if lora is None else AdapterBank(model, lora, num_adapters)
         self.num_adapters = 0 if self._bank is None else num_adapters
         context = context_tokens(model.config.get_text_config())
-        wanted = kv_tokens or max(context, max_running * min(context, _USUAL_TOKENS))
+        wanted = kv_tokens or usual_kv_tokens(context, max_running)
         self.num_blocks = -(-wanted // block_size) + 1
         self.limit_tokens = min(context, (self.num_blocks - 1) * block_size)
         self.table = SlotTable(max_running, block_size)
@@ -166,7 +171,7 @@ class PlainExecutor:
     def _resident_length(self) -> int:
         """The longest padded length whose rows get a dense copy within the memory allowed for it."""
         # Lanes keep their memory; two to the octave, they add up to under four times the longest.
-        return _RESIDENT_BYTES // (4 * max(1, self._kv.row_bytes) * len(self.table.length))
+        return RESIDENT_BYTES // (4 * max(1, self._kv.row_bytes) * len(self.table.length))
 
     def _draw(self, slots: np.ndarray, logits_RV: torch.Tensor) -> Drawn:
         table = self.table

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from headrace.data.packing import pack
 from headrace.trainers.forward_check import probe_sample
-from headrace.trainers.logprobs import RowTensors, chunk_tokens, decoder_output, row_tensors
+from headrace.trainers.logprobs import RowTensors, decoder_output, head_bytes, row_tensors
 from headrace.trainers.ranks import ALONE, Ranks
 
 PROBE_TOKENS = 1024
@@ -120,17 +120,32 @@ def layers_to_recompute(
     return min(math.ceil((kept + layer - free_bytes) / saved), num_layers) if saved > 0 else num_layers
 
 
-def bytes_of_a_step(model: nn.Module, head_VH: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> int:
-    """What a step allocates besides activations: gradients, moments not yet there (None: there will be
-    none), and what the output head ``head_VH`` needs. Of weights that are spread over ranks only this rank's
-    part counts."""
+def bytes_of_a_step(
+    model: nn.Module,
+    head_VH: torch.Tensor,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    num_tokens: int,
+    dtype: torch.dtype,
+    on_gpu: bool,
+) -> int:
+    """What a step with rows of ``num_tokens`` allocates besides the layers' activations: gradients, moments not
+    yet there (None: there will be none), and what the output head ``head_VH`` needs, computed in ``dtype``.
+    Of weights that are spread over ranks only this rank's part counts."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(4 * _own_numel(weight) for weight in weights)
     moments = 0
     if optimizer is not None:
         moments = sum(8 * _own_numel(weight) for weight in weights if weight not in optimizer.state)
-    logits = 10 * chunk_tokens(head_VH) * head_VH.shape[0]
-    return gradients + moments + logits + (8 * head_VH.numel() if head_VH.requires_grad else 0)
+    head = head_bytes(
+        num_tokens,
+        vocab_size=head_VH.shape[0],
+        hidden_size=head_VH.shape[1],
+        dtype=dtype,
+        on_gpu=on_gpu,
+        trained=head_VH.requires_grad,
+    )
+    return gradients + moments + head
 
 
 def _own_numel(weight: torch.Tensor) -> int:

@@ -97,8 +97,35 @@ def decoder_output(model: PreTrainedModel, row: RowTensors) -> torch.Tensor:
 
 def chunk_tokens(weight_VH: torch.Tensor) -> int:
     """Tokens whose logits are held at once."""
-    elements = GPU_CHUNK_ELEMENTS if weight_VH.is_cuda else CHUNK_ELEMENTS
-    return max(elements // weight_VH.shape[0], 1)
+    return _chunk_tokens(weight_VH.shape[0], on_gpu=weight_VH.is_cuda)
+
+
+def _chunk_tokens(vocab_size: int, *, on_gpu: bool) -> int:
+    return max((GPU_CHUNK_ELEMENTS if on_gpu else CHUNK_ELEMENTS) // vocab_size, 1)
+
+
+def head_bytes(
+    num_tokens: int,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    on_gpu: bool,
+    trained: bool = True,
+) -> int:
+    """The most that the head's forward and backward over so many loss tokens hold. A head that is not
+    ``trained`` has no gradient."""
+    width = dtype.itemsize
+    chunk = min(_chunk_tokens(vocab_size, on_gpu=on_gpu), num_tokens)
+    following = min(chunk, num_tokens - chunk)
+    # A chunk's logits and gradient are let go when the next one's logits are there.
+    logits = (4 + width) * chunk + 4 * following
+    if not on_gpu:
+        # Nothing is fused: two results on the way stand beside the logits.
+        logits = max(12 * chunk, 4 * chunk + 12 * following)
+    # A narrow gradient is summed in float32, and stands beside that of a tied embedding.
+    gradient = (4 if dtype == torch.float32 else 4 + 2 * width) * vocab_size * hidden_size
+    return logits * vocab_size + trained * gradient + 2 * num_tokens * hidden_size * width
 
 
 class _HeadLogprobs(torch.autograd.Function):

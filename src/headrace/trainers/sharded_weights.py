@@ -57,8 +57,9 @@ class ShardedWeights:
         self.model = self.policy = model
         self.ranks, self.device, self.dtype = ranks, ranks.device, dtype
         whole = {name: tensor.detach() for name, tensor in (source or named_tensors(model)).items()}
-        self._hold = _has_room(whole, ranks.device) if hold is None else hold
-        self.held_bytes = _held_bytes(whole) if self._hold else 0
+        num_weights = sum(tensor.numel() for tensor in whole.values())
+        self._hold = _has_room(num_weights, ranks.device) if hold is None else hold
+        self.held_bytes = whole_bytes(num_weights) if self._hold else 0
         """Taken by whole weights and gradients between the rows of an update."""
         self._forward = _Forward(model)
         self._expert_ranks = expert_ranks
@@ -245,15 +246,20 @@ def _parameter_names(model: nn.Module, modules: Sequence[nn.Module]) -> frozense
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in wanted)
 
 
-def _has_room(whole: Mapping[str, torch.Tensor], device: torch.device) -> bool:
+def _has_room(num_weights: int, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
-    return _held_bytes(whole) <= HELD_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return may_hold(num_weights, torch.cuda.get_device_properties(device).total_memory)
 
 
-def _held_bytes(whole: Mapping[str, torch.Tensor]) -> int:
+def may_hold(num_weights: int, gpu_bytes: int) -> bool:
+    """Whether a GPU of this size has room for whole weights and gradients between the rows of an update."""
+    return whole_bytes(num_weights) <= HELD_SHARE * gpu_bytes
+
+
+def whole_bytes(num_weights: int) -> int:
     """Weights of two bytes and gradients of four."""
-    return 6 * sum(tensor.numel() for tensor in whole.values())
+    return 6 * num_weights
 
 
 def _even_rows(num_rows: int, num_parts: int) -> Rows:

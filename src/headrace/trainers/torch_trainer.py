@@ -305,15 +305,16 @@ class TorchTrainer:
     ) -> list[RowRecord]:
         """Add the gradients of every row to the model's. Where no update follows, the memory of the
         optimizer's moments need not be kept free."""
-        self.blocks.fit(
-            max((row.tensors.token_ids_T.numel() for row in rows), default=0),
-            reserved_bytes=self._weights.held_bytes
-            + bytes_of_a_step(
-                self.model,
-                self.policy.get_output_embeddings().weight,
-                self.optimizer if update_follows else None,
-            ),
+        num_tokens = max((row.tensors.token_ids_T.numel() for row in rows), default=0)
+        step_bytes = bytes_of_a_step(
+            self.model,
+            self.policy.get_output_embeddings().weight,
+            self.optimizer if update_follows else None,
+            num_tokens=num_tokens,
+            dtype=self._weights.dtype,
+            on_gpu=self._device.type == "cuda",
         )
+        self.blocks.fit(num_tokens, reserved_bytes=self._weights.held_bytes + step_bytes)
         records = []
         for index, row in enumerate(rows):
             self._weights.begin_row(is_last=index == len(rows) - 1)

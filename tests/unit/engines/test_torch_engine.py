@@ -73,7 +73,7 @@ def test_rows_too_long_for_a_dense_copy_give_the_same_bits(
     make_engine, run_engine, crowd, same_bits, monkeypatch
 ):
     dense = run_engine(make_engine(), *crowd)
-    monkeypatch.setattr("headrace.engines.plain_executor._RESIDENT_BYTES", 4 * 64 * 1024 * 48)
+    monkeypatch.setattr("headrace.engines.plain_executor.RESIDENT_BYTES", 4 * 64 * 1024 * 48)
     part = run_engine(make_engine(), *crowd)
     assert all(same_bits(dense[r.id], part[r.id]) for r in crowd)
 

@@ -1,0 +1,197 @@
+"""Memory of a whole run before it is started: every process, by purpose and by device.
+
+In: the settings of a run, a model's sizes and the memory of a device. Out: a ``MemoryPlan``, which says whether it
+fits and, where it does not, which single setting to change. Engines take their share first, as they do in a run;
+the trainer gets what is left, and recomputes layers where that is little.
+
+Engines and the first rank share the first GPU; every further rank has one of its own. On a CPU everything is
+in the host's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace import build
+from headrace.config import Settings
+from headrace.engines.make import usual_sizes
+from headrace.errors import ConfigError
+from headrace.memory.architecture import Architecture
+from headrace.memory.engine import EnginePlan, engine_bytes
+from headrace.memory.trainer import TrainerPlan, trainer_bytes
+from headrace.memory.uses import Purpose, Use, total
+
+CONTEXT_BYTES = 600_000_000
+"""An allowance for what CUDA and its libraries take for each process on a GPU besides tensors."""
+PROCESS_BYTES = 400_000_000
+"""An allowance for Python and torch in a process that computes on the host."""
+HOST = "host"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    model: str
+    num_weights: int
+    device_bytes: int
+    """Of each GPU, or of the host where that is what computes."""
+    uses: tuple[Use, ...]
+    row_tokens: int
+    kv_tokens: int
+    """Of each engine."""
+    layers_recomputed: int
+    num_layers: int
+    on_gpu: bool
+
+    @property
+    def places(self) -> list[str]:
+        return list(dict.fromkeys(use.place for use in self.uses))
+
+    @property
+    def processes(self) -> list[str]:
+        return list(dict.fromkeys(use.process for use in self.uses))
+
+    @property
+    def crowded(self) -> list[str]:
+        """Devices that would need more than they have. Of a host beside GPUs nothing is known."""
+        return [
+            place
+            for place in self.places
+            if (place != HOST or not self.on_gpu) and total(self.uses, place=place) > self.device_bytes
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "num_weights": self.num_weights,
+            "device_bytes": self.device_bytes,
+            "row_tokens": self.row_tokens,
+            "kv_tokens": self.kv_tokens,
+            "layers_recomputed": self.layers_recomputed,
+            "processes": [
+                {
+                    "name": process,
+                    "place": place,
+                    "bytes": {
+                        use.purpose: use.num_bytes
+                        for use in self.uses
+                        if (use.process, use.place) == (process, place)
+                    },
+                    "total": total(self.uses, place=place, process=process),
+                }
+                for process in self.processes
+                for place in self.places
+                if total(self.uses, place=place, process=process)
+            ],
+            "devices": {place: total(self.uses, place=place) for place in self.places},
+            "fits": not self.crowded,
+        }
+
+
+def plan_memory(settings: Settings, model: Architecture, *, kind: str, device_bytes: int) -> MemoryPlan:
+    """``model`` was examined in the dtype that ``build.dtype`` names for this ``kind`` of device."""
+    on_gpu, dtype = kind == "cuda", _DTYPES[build.dtype(settings, kind)]
+    first = "GPU 0" if on_gpu else HOST
+    max_running, prefill_tokens = usual_sizes(
+        kind, settings.engine.max_running, settings.engine.prefill_tokens
+    )
+    engine = engine_bytes(
+        model,
+        EnginePlan(
+            dtype=dtype,
+            on_gpu=on_gpu,
+            max_running=max_running,
+            prefill_tokens=prefill_tokens,
+            block_size=settings.engine.block_size,
+            kv_tokens=settings.engine.kv_tokens,
+            memory_share=build.memory_share(settings, beside_trainer=True),
+        ),
+        device_bytes=device_bytes,
+    )
+    process = CONTEXT_BYTES if on_gpu else PROCESS_BYTES
+    uses = [
+        Use(f"engine-{i}", first, purpose, num_bytes)
+        for i in range(settings.engine.count)
+        for purpose, num_bytes in {**engine.device, "process": process}.items()
+    ]
+    row_tokens = max(build.row_tokens(settings, kind), settings.rollout.max_tokens)
+    asked = TrainerPlan(
+        dtype=dtype,
+        on_gpu=on_gpu,
+        compiled=not settings.model.eager and settings.trainer.expert_ranks == 1,
+        ranks=settings.trainer.ranks,
+        offload=settings.trainer.offload,
+        row_tokens=row_tokens,
+        with_reference=settings.algo.kl != "none",
+    )
+    recomputed = 0
+    for rank in range(asked.ranks):
+        name = "trainer" if asked.ranks == 1 else f"trainer-{rank}"
+        place = f"GPU {rank}" if on_gpu else HOST
+        uses.append(Use(name, place, "process", process))
+        uses += _published(settings, model, kind, name, place, dtype) if rank == 0 else []
+        taken = trainer_bytes(
+            model, asked, room=device_bytes - total(uses, place=place), device_bytes=device_bytes
+        )
+        recomputed = max(recomputed, taken.num_recomputed)
+        uses += [Use(name, place, purpose, num_bytes) for purpose, num_bytes in taken.device.items()]
+        uses += [Use(name, HOST, purpose, num_bytes) for purpose, num_bytes in taken.host.items()]
+    return MemoryPlan(
+        model=model.name,
+        num_weights=model.num_weights,
+        device_bytes=device_bytes,
+        uses=tuple(uses),
+        row_tokens=row_tokens,
+        kv_tokens=engine.kv_tokens,
+        # Ranks that exchange something inside a layer all recompute as many.
+        layers_recomputed=recomputed,
+        num_layers=model.num_layers,
+        on_gpu=on_gpu,
+    )
+
+
+def _published(
+    settings: Settings, model: Architecture, kind: str, name: str, place: str, dtype: torch.dtype
+) -> list[Use]:
+    """The version that engines read from, and what the next difference is taken against."""
+    route = build.route(settings, kind)
+    published: Purpose = "published weights"
+    size = model.num_weights * dtype.itemsize
+    where = HOST if route.transport == "shared_memory" else place
+    uses = [] if route.transport == "files" else [Use(name, where, published, size)]
+    return [*uses, Use(name, place, published, size)] if route.bundle == "delta" else uses
+
+
+def remedies(settings: Settings, model: Architecture, plan: MemoryPlan, *, kind: str) -> list[str]:
+    """Changes of one setting that would make it fit, the gentlest first, as arguments of ``--set``."""
+    found = []
+    for name, values in _candidates(settings, plan, kind):
+        for value in values:
+            section, field = name.split(".")
+            part = getattr(settings, section).model_copy(update={field: value})
+            changed = settings.model_copy(update={section: part})
+            try:
+                other = plan_memory(changed, model, kind=kind, device_bytes=plan.device_bytes)
+            except ConfigError:
+                continue
+            if not other.crowded:
+                found.append(f"{name}={str(value).lower()}")
+                break
+    return found
+
+
+def _candidates(settings: Settings, plan: MemoryPlan, kind: str) -> Iterator[tuple[str, list[Any]]]:
+    if kind == "cuda" and settings.engine.kv_tokens is None:
+        share = build.memory_share(settings, beside_trainer=True)
+        yield "engine.memory_share", [round(share * part, 2) for part in (0.75, 0.5, 0.25)]
+    else:
+        yield "engine.kv_tokens", [plan.kv_tokens // part for part in (2, 4, 8)]
+    yield "trainer.row_tokens", [plan.row_tokens // part for part in (2, 4, 8, 16)]
+    if kind == "cuda":
+        if not settings.trainer.offload:
+            yield "trainer.offload", [True]
+        yield "trainer.ranks", [settings.trainer.ranks * factor for factor in (2, 4, 8)]

@@ -1,0 +1,121 @@
+"""What a trainer process holds at the peak of a step: in the head's backward over the longest row.
+
+In: a model's sizes, how it is trained, and the memory that is left for it. Out: bytes by purpose. The arithmetic
+that the trainer itself does (how much the head holds, how many layers are recomputed, whether ranks hold whole
+weights) is asked of the trainer's own functions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from headrace.memory.architecture import Architecture, TokenBytes
+from headrace.memory.uses import Purpose
+from headrace.trainers.blocks import USABLE_SHARE, layers_to_recompute
+from headrace.trainers.logprobs import head_bytes
+from headrace.trainers.sharded_weights import may_hold
+
+Bytes = dict[Purpose, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerPlan:
+    dtype: torch.dtype
+    on_gpu: bool
+    compiled: bool
+    ranks: int
+    offload: bool
+    row_tokens: int
+    """Of the longest row."""
+    with_reference: bool
+
+    @property
+    def spread(self) -> bool:
+        """Whether weights lie in slices (FSDP), which also one rank's do when they are in host memory."""
+        return self.ranks > 1 or self.offload
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerBytes:
+    device: Bytes
+    host: Bytes
+    """Beside a GPU; empty where the device is the host."""
+    num_recomputed: int
+    """Layers that are computed again in the backward."""
+
+
+def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_bytes: int) -> TrainerBytes:
+    """Of one rank, whose device has ``room`` for it of ``device_bytes``."""
+    kept, moved = _spread(model, plan, device_bytes) if plan.spread else (_alone(model, plan), {})
+    head = head_bytes(
+        plan.row_tokens,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        dtype=plan.dtype,
+        on_gpu=plan.on_gpu,
+    )
+    token = model.compiled if plan.on_gpu and plan.compiled else model.eager
+    num_recomputed = 0
+    if plan.on_gpu:
+        num_recomputed = layers_to_recompute(
+            plan.row_tokens,
+            num_layers=model.num_layers,
+            bytes_per_token=token.layers + token.outside,
+            input_bytes=token.layer_input,
+            free_bytes=USABLE_SHARE * max(room - sum(kept.values()) - head, 0),
+        )
+    device: Bytes = {
+        **kept,
+        "activations": _activations(token, plan.row_tokens, model.num_layers, num_recomputed),
+        "head and logits": head,
+    }
+    if plan.on_gpu:
+        device["between blocks"] = _between_blocks(device, room)
+    return TrainerBytes(device, moved, num_recomputed)
+
+
+def _alone(model: Architecture, plan: TrainerPlan) -> Bytes:
+    num, width = model.num_weights, plan.dtype.itemsize
+    held: Bytes = {"weights, float32": 4 * num, "gradients": 4 * num, "moments": 8 * num}
+    if plan.dtype != torch.float32:
+        held["weights, computed with"] = width * num
+    if plan.with_reference:
+        held["reference"] = width * num
+    return held
+
+
+def _spread(model: Architecture, plan: TrainerPlan, device_bytes: int) -> tuple[Bytes, Bytes]:
+    """On the device, and in host memory beside it."""
+    own, width = math.ceil(model.num_weights / plan.ranks), plan.dtype.itemsize
+    slices: Bytes = {"weights, float32": 4 * own, "gradients": 4 * own, "moments": 8 * own}
+    if plan.with_reference:
+        slices["reference"] = width * own
+    if not plan.on_gpu or may_hold(model.num_weights, device_bytes):
+        # Weights, and gradients until they are summed over the ranks.
+        gathered = (width + 4) * model.num_weights
+    else:
+        # The layer that is computed and the next one, what is of no layer, and gradients on their way.
+        layer = model.num_layer_weights
+        gathered = (width + 4) * (layer + model.num_outside_weights) + width * layer
+    held: Bytes = {"weights, gathered": gathered}
+    if plan.offload and plan.on_gpu:
+        return held, slices
+    return slices | held, {}
+
+
+def _between_blocks(device: Bytes, room: int) -> int:
+    """What the allocator holds without use: as it comes where there is room; where there is none, it gives back all
+    but what is lost among activations."""
+    lost, allocated = 1 / USABLE_SHARE - 1, sum(device.values())
+    return round(min(max(room - allocated, lost * device["activations"]), lost * allocated))
+
+
+def _activations(token: TokenBytes, row_tokens: int, num_layers: int, num_recomputed: int) -> int:
+    layer = token.layers / num_layers
+    kept = token.layers - num_recomputed * (layer - token.layer_input)
+    # A layer that is being recomputed has its whole share once more.
+    again = token.widest_layer if num_recomputed else 0.0
+    return round((kept + again + token.outside) * row_tokens)

@@ -1,0 +1,182 @@
+"""What a run will need, held against what runs on a GPU were seen to need, and against this machine's memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from typer.testing import CliRunner
+
+from headrace.bench.shapes import shape_config
+from headrace.cli import app
+from headrace.config import from_dict
+from headrace.memory.architecture import Architecture, examine
+from headrace.memory.plan import CONTEXT_BYTES, HOST, MemoryPlan, plan_memory, remedies
+from headrace.memory.trainer import TrainerPlan, trainer_bytes
+from headrace.memory.uses import total
+from headrace.models.loading import make_tiny_model
+from headrace.trainers.blocks import bytes_of_a_step
+
+H200 = 150_000_000_000
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "deepseek_v3"]
+
+
+@cache
+def published(shape: str) -> Architecture:
+    return examine(shape_config(shape), torch.bfloat16)
+
+
+def gpu_plan(shape: str = "qwen2-1.5b", device_bytes: int = H200, **values: object) -> MemoryPlan:
+    settings = from_dict({name.replace("__", "."): value for name, value in values.items()})
+    return plan_memory(settings, published(shape), kind="cuda", device_bytes=device_bytes)
+
+
+def bytes_for(plan: MemoryPlan, purpose: str, process: str = "trainer") -> int:
+    return sum(use.num_bytes for use in plan.uses if (use.purpose, use.process) == (purpose, process))
+
+
+# Peaks of `python -m headrace.bench.train` on an H200: qwen2-1.5b, bf16 over float32, prompts once a group.
+@pytest.mark.parametrize(("row_tokens", "peak_gb"), [(4359, 41.5), (13077, 61.3)])
+def test_a_trainer_takes_what_it_was_seen_to_take(row_tokens, peak_gb):
+    plan = gpu_plan(trainer__row_tokens=row_tokens)
+    apart = ("published weights", "between blocks", "process")
+    allocated = total(plan.uses, process="trainer") - sum(bytes_for(plan, purpose) for purpose in apart)
+    assert plan.layers_recomputed == 0
+    assert allocated / 1e9 == pytest.approx(peak_gb, rel=0.05)
+
+
+# Memory in use on the GPU in `headrace bench step`, whose own process has a context there too.
+@pytest.mark.parametrize(("row_tokens", "peak_gb"), [(4359, 66.8), (12051, 87.1)])
+def test_a_whole_run_takes_what_it_was_seen_to_take(row_tokens, peak_gb):
+    plan = gpu_plan(trainer__row_tokens=row_tokens, engine__kv_tokens=294_912)
+    assert (total(plan.uses, place="GPU 0") + CONTEXT_BYTES) / 1e9 == pytest.approx(peak_gb, rel=0.1)
+
+
+def test_where_memory_is_short_layers_are_recomputed_until_it_fits():
+    roomy, tight = (
+        gpu_plan(device_bytes=size, trainer__row_tokens=13077, engine__kv_tokens=16384)
+        for size in (H200, 60_000_000_000)
+    )
+    assert roomy.layers_recomputed == 0
+    assert 0 < tight.layers_recomputed < 28
+    assert bytes_for(tight, "activations") < bytes_for(roomy, "activations")
+    assert not tight.crowded
+
+
+def test_a_plan_that_does_not_fit_names_settings_with_which_it_does():
+    plan = gpu_plan("qwen2-7b", 100_000_000_000)
+    assert plan.crowded == ["GPU 0"]
+    settings = from_dict({})
+    found = remedies(settings, published("qwen2-7b"), plan, kind="cuda")
+    assert "trainer.offload=true" in found
+    moved = gpu_plan("qwen2-7b", 100_000_000_000, trainer__offload=True)
+    assert not moved.crowded
+    assert total(moved.uses, place=HOST) == 16 * published("qwen2-7b").num_weights
+
+
+def test_ranks_divide_what_is_trained_and_only_the_first_publishes():
+    plan = gpu_plan("qwen2-7b", trainer__ranks=4)
+    whole = 8 * published("qwen2-7b").num_weights
+    assert bytes_for(plan, "moments", "trainer-0") == pytest.approx(whole / 4, rel=1e-6)
+    assert plan.places == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
+    assert bytes_for(plan, "published weights", "trainer-0") and not bytes_for(
+        plan, "published weights", "trainer-1"
+    )
+
+
+def test_an_engine_told_nothing_stays_within_its_share():
+    plan = gpu_plan(engine__memory_share=0.3)
+    engine = total(plan.uses, process="engine-0") - CONTEXT_BYTES
+    assert engine < 0.3 * H200 < engine + 1.1 * 2**30  # what it leaves alone, and one block
+    assert plan.kv_tokens > 500_000
+
+
+def test_a_reference_in_the_trainer_is_a_copy_of_the_weights():
+    plan = gpu_plan(algo__kl="k3", algo__kl_coef=0.1)
+    assert bytes_for(plan, "reference") == 2 * published("qwen2-1.5b").num_weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_be_counted_without_its_weights(tmp_path, family):
+    real = make_tiny_model(tmp_path, family=family, vocab_size=48)
+    model = examine(AutoConfig.from_pretrained(tmp_path), torch.float32)
+    assert model.num_weights == sum(parameter.numel() for parameter in real.parameters())
+    assert (model.vocab_size, model.hidden_size, model.num_layers) == (48, 64, 2)
+    assert 0 < model.compiled.layers < model.eager.layers
+
+
+def test_compiled_layers_keep_the_inputs_of_products_and_norms():
+    """Qwen2: the residual stream and its norm twice, queries, keys, values, attention's result, and three times the
+    width of the gated layer."""
+    hidden, wide, heads, kv_width = 1536, 8960, 12, 256
+    layer = 2 * (4 * hidden + 2 * hidden + 2 * kv_width + 3 * wide) + 4 * heads
+    assert published("qwen2-1.5b").compiled.layers == 28 * layer
+
+
+def test_plan_and_trainer_reserve_the_same_for_a_step():
+    model = examine(shape_config("qwen2-0.5b"), torch.float32)
+    asked = TrainerPlan(
+        dtype=torch.float32, on_gpu=False, compiled=False, ranks=1, offload=False, row_tokens=512,
+        with_reference=False,
+    )  # fmt: skip
+    planned = trainer_bytes(model, asked, room=H200, device_bytes=H200).device
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(shape_config("qwen2-0.5b"), dtype=torch.float32)
+    step = bytes_of_a_step(
+        real, real.get_output_embeddings().weight, torch.optim.AdamW(real.parameters()),
+        num_tokens=512, dtype=torch.float32, on_gpu=False,
+    )  # fmt: skip
+    assert step == planned["gradients"] + planned["moments"] + planned["head and logits"]
+
+
+def test_the_command_prints_a_table_and_writes_the_figures(tmp_path):
+    make_tiny_model(tmp_path / "model", vocab_size=48)
+    figures = tmp_path / "plan.json"
+    asked = ["plan", "memory", "--set", f"model.path={tmp_path / 'model'}", "--json", str(figures)]
+    done = CliRunner().invoke(app, [*asked, "--set", "model.device=cpu"])
+    assert done.exit_code == 0, done.output
+    assert "keys and values" in done.output and "it fits" in done.output
+    written = json.loads(figures.read_text())
+    assert written["fits"] and set(written["devices"]) == {HOST}
+    assert sum(process["total"] for process in written["processes"]) == written["devices"][HOST]
+
+
+def test_the_command_fails_where_it_does_not_fit():
+    done = CliRunner().invoke(app, ["plan", "memory", "--shape", "qwen2-7b", "--device-memory", "24"])
+    assert done.exit_code == 1
+    assert "GPU 0 is too small" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@pytest.mark.parametrize("row_tokens", [1024, 2048])
+def test_a_trainer_on_a_cpu_takes_what_the_plan_says(tmp_path, row_tokens):
+    config = LlamaConfig(
+        vocab_size=16384, hidden_size=768, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=12,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    model = examine(config, torch.float32)
+    asked = TrainerPlan(
+        dtype=torch.float32, on_gpu=False, compiled=False, ranks=1, offload=False, row_tokens=row_tokens,
+        with_reference=False,
+    )  # fmt: skip
+    planned = sum(trainer_bytes(model, asked, room=H200, device_bytes=H200).device.values())
+    program = Path(__file__).parents[2] / "integration" / "memory_program.py"
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path), str(row_tokens)],
+        # Freed memory goes back at once, so that what is resident is what is held.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    assert int(done.stdout.split()[-1]) == pytest.approx(planned, rel=0.1)
