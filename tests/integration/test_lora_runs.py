@@ -136,7 +136,7 @@ def test_a_mixture_trains_an_adapter_of_its_experts(settings, tmp_path):
     saved = load_file(result.model_dir / "adapter_model.safetensors")
     assert saved and all(".experts." in name and tensor.any() for name, tensor in saved.items())
     steps = [event for event in read_events(result.run_dir / "events.jsonl") if event["event"] == "step"]
-    assert len(steps) == 5 and all(event["mismatch_max"] < 1e-5 for event in steps)
+    assert len(steps) == 5 and all(event["metrics"]["mismatch_max"] < 1e-5 for event in steps)
     headrace.evaluate(
         model=result.model_dir,
         tasks=demo.tasks(16),
