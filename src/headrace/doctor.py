@@ -120,10 +120,30 @@ def _tasks(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     source = build.task_source(settings)
     facts["tasks"] = [source.task(i) for i in range(min(8, len(source)))]
     lengths = [len(facts["renderer"].prompt_ids(task)) for task in facts["tasks"]]
+    facts["longest_prompt"] = max(lengths)
     detail = (
         f"{len(source)} tasks; prompts of {min(lengths)} to {max(lengths)} tokens in the first {len(lengths)}"
     )
     yield Finding(check="tasks", verdict="ok", detail=detail)
+
+
+def _context(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
+    """A sequence is never divided among devices, so memory bounds its length."""
+    import torch
+    from transformers import AutoConfig
+
+    from headrace.memory.architecture import examine as examine_sizes
+    from headrace.memory.plan import longest_sequence, memory_of
+
+    kind = build.device(settings.model.device)
+    dtype = getattr(torch, build.dtype(settings, kind))
+    model = examine_sizes(AutoConfig.from_pretrained(facts["told"]["model"]), dtype)
+    longest = longest_sequence(settings, model, kind=kind, device_bytes=memory_of(kind))
+    wanted = min(facts["longest_prompt"] + settings.rollout.max_tokens, model.context_tokens)
+    fine = longest >= wanted
+    advice = "" if fine else f": {wanted:,} are wanted; lower rollout.max_tokens, or ask headrace plan memory"
+    detail = f"up to {longest:,} tokens can be trained, by estimate; one device computes a sequence{advice}"
+    yield Finding(check="sequence length", verdict="ok" if fine else "fail", detail=detail)
 
 
 def _rewards(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
@@ -217,6 +237,7 @@ _RUN_CHECKS = (
     ("model", _model),
     ("weights", _weights),
     ("tasks", _tasks),
+    ("sequence length", _context),
     ("reward", _rewards),
     ("engine", _agreement),
 )

@@ -11,7 +11,7 @@ import torch
 
 from headrace.engines.make import torch_engine
 from headrace.models.loading import load_model, make_tiny_model
-from headrace.models.lora import LoraSpec, target_linears
+from headrace.models.lora import LoraSpec, target_experts, target_linears
 from headrace.models.tensors import blobs_of
 from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.torch_trainer import TorchTrainer
@@ -32,12 +32,13 @@ def tiny(directory, family="qwen2"):
     return load_model(directory)
 
 
-def adapter(model, *, seed, rank, dora, dtype=torch.float32, device="cuda"):
+def adapter(model, *, seed, rank, dora, dtype=torch.float32, device="cuda", targets=("all-linear",)):
     generator = torch.Generator().manual_seed(seed)
     tensors = {"scaling": torch.tensor([2.0], device=device)}
-    for name in target_linears(model, ("all-linear",)):
-        num_out, num_in = model.get_submodule(name).weight.shape
-        parts = {"lora_A.weight": (rank, num_in), "lora_B.weight": (num_out, rank)}
+    shapes = {name: model.get_submodule(name).weight.shape for name in target_linears(model, targets)}
+    shapes |= {name: model.get_parameter(name).shape for name in target_experts(model, targets, dora=dora)}
+    for name, (*experts, num_out, num_in) in shapes.items():
+        parts = {"lora_A.weight": (*experts, rank, num_in), "lora_B.weight": (*experts, num_out, rank)}
         parts |= {"row_factor": (num_out,)} if dora else {}
         for part, shape in parts.items():
             values = 0.05 * torch.randn(shape, generator=generator) + (part == "row_factor")
@@ -48,12 +49,13 @@ def adapter(model, *, seed, rank, dora, dtype=torch.float32, device="cuda"):
 def merged(model, tensors):
     model = copy.deepcopy(model).float()
     with torch.no_grad():
-        for name in target_linears(model, ("all-linear",)):
+        weights = dict(model.named_parameters())
+        for name in [key.removesuffix(".lora_A.weight") for key in tensors if key.endswith("lora_A.weight")]:
             a, b = (tensors[f"{name}.lora_{x}.weight"].float().cpu() for x in "AB")
-            linear = model.get_submodule(name)
-            linear.weight += 2.0 * b @ a
+            weight = weights[name if name in weights else f"{name}.weight"]
+            weight += 2.0 * b @ a
             if f"{name}.row_factor" in tensors:
-                linear.weight *= tensors[f"{name}.row_factor"].float().cpu()[:, None]
+                weight *= tensors[f"{name}.row_factor"].float().cpu()[:, None]
     return model
 
 
@@ -81,12 +83,16 @@ def crowd(policies, count=13):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "qwen3_moe"])
-def test_mixed_batches_are_those_of_merged_weights(tmp_path, family, dora, dtype):
+@pytest.mark.parametrize("kind", ["lora", "dora", "experts"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "qwen3_moe", "olmoe"])
+def test_mixed_batches_are_those_of_merged_weights(tmp_path, family, kind, dtype):
+    mixture, dora = family in ("qwen3_moe", "olmoe"), kind == "dora"
+    if kind == "experts" and not mixture:
+        pytest.skip("a model without experts")
+    targets = ("all-linear", "experts") if kind == "experts" else ("all-linear",)
     model = tiny(tmp_path, family)
     rounded = copy.deepcopy(model).to(dtype).float()
-    spec = LoraSpec(rank=8, alpha=16.0, dora=dora)
+    spec = LoraSpec(rank=8, alpha=16.0, dora=dora, targets=targets)
     on_gpu = copy.deepcopy(model).to(device="cuda", dtype=dtype)
     engine = torch_engine(
         on_gpu,
@@ -97,7 +103,8 @@ def test_mixed_batches_are_those_of_merged_weights(tmp_path, family, dora, dtype
         num_adapters=2,
     )
     tensors = {
-        name: adapter(model, seed=i, rank=8 - 4 * i, dora=dora, dtype=dtype) for i, name in enumerate("ab")
+        name: adapter(model, seed=i, rank=8 - 4 * i, dora=dora, dtype=dtype, targets=targets)
+        for i, name in enumerate("ab")
     }
     for name, own in tensors.items():
         engine.apply_adapter(name, 1, blobs_of(own))
@@ -115,7 +122,7 @@ def test_mixed_batches_are_those_of_merged_weights(tmp_path, family, dora, dtype
         ]
         together = np.sort(np.concatenate(errors))
         # Where two experts score alike to bfloat16, rounding decides which is used.
-        bulk = together[: int(0.98 * len(together))] if family == "qwen3_moe" else together
+        bulk = together[: int(0.98 * len(together))] if mixture else together
         assert bulk.max() < largest and together.mean() < mean, (policy, together.max(), together.mean())
 
 
@@ -173,10 +180,13 @@ def samples(step):
         )
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_compiled_bf16_steps_follow_float32_ones(tmp_path, dora):
+@pytest.mark.parametrize("rank", [8, 4])
+@pytest.mark.parametrize("kind", ["lora", "dora", "experts"])
+def test_compiled_bf16_steps_follow_float32_ones(tmp_path, kind, rank):
     """With the reference policy computed in between, whose layers are the same with the adapter off."""
-    model, spec = tiny(tmp_path), LoraSpec(rank=8, alpha=16.0, dora=dora)
+    model = tiny(tmp_path, "qwen3_moe" if kind == "experts" else "qwen2")
+    targets = ("all-linear", "experts") if kind == "experts" else ("all-linear",)
+    spec = LoraSpec(rank=rank, alpha=16.0, dora=kind == "dora", targets=targets)
 
     def train(device, dtype, **settings):
         trainer = TorchTrainer(
@@ -194,8 +204,10 @@ def test_compiled_bf16_steps_follow_float32_ones(tmp_path, dora):
     assert {p.dtype for p in trainer.policy.parameters()} == {torch.bfloat16}
 
 
-def test_engine_and_trainer_agree_after_an_update(tmp_path):
-    model, spec = tiny(tmp_path), LoraSpec(rank=8, alpha=16.0)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_engine_and_trainer_agree_after_an_update(tmp_path, family):
+    targets = ("all-linear", "experts") if family == "qwen3_moe" else ("all-linear",)
+    model, spec = tiny(tmp_path, family), LoraSpec(rank=8, alpha=16.0, targets=targets)
     sender = CudaIpcSender()
     trainer = TorchTrainer(
         copy.deepcopy(model).cuda(), sender=sender, ledger=TimeLedger(TRAINER_ACTIVITIES), lora=spec,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import peft
 import pytest
@@ -12,8 +14,9 @@ import headrace
 from headrace import demo
 from headrace.data.packing import pack
 from headrace.errors import ConfigError
-from headrace.models.loading import load_model
+from headrace.models.loading import load_model, make_tiny_model
 from headrace.models.lora import LoraSpec
+from headrace.observe.jsonl import read_events
 from headrace.runtime.pipeline import Pipeline
 from headrace.runtime.weight_sync import WeightSync
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
@@ -121,6 +124,26 @@ def test_a_run_that_dies_ends_in_the_same_adapter_when_resumed(settings, monkeyp
 def test_dora_and_a_kl_term(settings, changes):
     result = train({**settings, **changes, "run.steps": 3})
     assert result.num_steps == 3
+
+
+def test_a_mixture_trains_an_adapter_of_its_experts(settings, tmp_path):
+    """Sampled by the engine as the trainer computes it, and evaluated merged."""
+    base = Path(settings["model.path"])
+    vocab_size = load_model(base).config.vocab_size
+    make_tiny_model(base, family="qwen3_moe", vocab_size=vocab_size, hidden_size=32, init_std=0.1)
+    result = train({**settings, "lora.targets": ["experts"], "rollout.max_lag": 0})
+    assert result.num_steps == 5
+    saved = load_file(result.model_dir / "adapter_model.safetensors")
+    assert saved and all(".experts." in name and tensor.any() for name, tensor in saved.items())
+    steps = [event for event in read_events(result.run_dir / "events.jsonl") if event["event"] == "step"]
+    assert len(steps) == 5 and all(event["metrics"]["mismatch_max"] < 1e-5 for event in steps)
+    headrace.evaluate(
+        model=result.model_dir,
+        tasks=demo.tasks(16),
+        reward=demo.exact,
+        settings={"rollout.max_tokens": 8, "model.device": "cpu"},
+        num_tasks=4,
+    )
 
 
 def test_an_adapter_is_evaluated_merged(settings):

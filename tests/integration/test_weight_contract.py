@@ -15,6 +15,7 @@ import pytest
 import torch
 from weight_tools import (
     DAMAGE,
+    EXPERT_LORA,
     LORA,
     AdapterPublisher,
     Publisher,
@@ -66,10 +67,14 @@ def checkpoint(tmp_path_factory):
 class World:
     """One trainer, two engines, and the sync between them."""
 
-    def __init__(self, checkpoint, sender, mode, device="cpu", bundle="full"):
-        self.lora = LORA if bundle == "adapter" else None
-        self.policy = LORA.policy if self.lora else "policy"
-        self.publisher = (AdapterPublisher if self.lora else Publisher)(checkpoint, sender, device=device)
+    def __init__(self, checkpoint, sender, mode, device="cpu", bundle="full", lora=LORA):
+        self.lora = lora if bundle == "adapter" else None
+        self.policy = lora.policy if self.lora else "policy"
+        self.publisher = (
+            AdapterPublisher(checkpoint, sender, device=device, lora=lora)
+            if self.lora
+            else Publisher(checkpoint, sender, device=device)
+        )
         self.engines = [
             make_engine(checkpoint, f"engine-{i}", device=device, lora=self.lora) for i in range(2)
         ]
@@ -305,6 +310,36 @@ def test_experts_travel_under_the_names_of_the_checkpoint(tmp_path, bundle):
             assert "model.layers.0.mlp.experts.3.gate_proj.weight" in names
             await world.check()
         assert manifest.kind == bundle and world.warnings == []
+        await world.close()
+
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "files", "collective"])
+def test_adapters_of_experts_are_held_to_the_same(tmp_path, transport):
+    """Updates land as published, and a damaged one leaves the old one serving until it is sent again."""
+
+    async def main():
+        checkpoint = write_checkpoint(tmp_path / "model", family="qwen3_moe")
+        sender = sender_for(transport, "adapter", tmp_path, num_receivers=2)
+        world = World(checkpoint, sender, "never", bundle="adapter", lora=EXPERT_LORA)
+        publish_whole = world.publisher.publish_whole
+
+        async def check_meanwhile():
+            await world.check(1)
+            return await publish_whole()
+
+        for version in (0, 1):
+            manifest = await world.update(version)
+            await world.check(version)
+        names = {slot.name for slot in manifest.slots}
+        assert "model.layers.0.mlp.experts.gate_up_proj.lora_A.weight" in names and world.warnings == []
+        manifest = await world.sync.publish(2)
+        DAMAGE[transport](sender, manifest)
+        world.publisher.publish_whole = check_meanwhile
+        await world.sync.land(manifest)
+        assert len(world.warnings) == 2 and "keeps its old weights" in world.warnings[0]
+        await world.check(2)
         await world.close()
 
     asyncio.run(asyncio.wait_for(main(), WAIT_S))

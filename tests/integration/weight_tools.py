@@ -27,6 +27,7 @@ from headrace.weights.transports import Route, TransportReceiver, weight_sender
 
 VOCAB = 61
 LORA = LoraSpec(rank=4, alpha=8.0, policy="solver")
+EXPERT_LORA = replace(LORA, targets=("all-linear", "experts"))
 
 
 def write_checkpoint(directory: Path, **settings) -> Path:
@@ -85,9 +86,11 @@ class Publisher:
 class AdapterPublisher(Publisher):
     """The same for an adapter of the model, which itself stays as it is."""
 
-    def __init__(self, checkpoint: Path, sender: WeightSender | None, *, device: str = "cpu") -> None:
+    def __init__(
+        self, checkpoint: Path, sender: WeightSender | None, *, device: str = "cpu", lora: LoraSpec = LORA
+    ) -> None:
         model = load_model(checkpoint, device=device)
-        self.adapter = AdapterWeights(model, torch.float32 if device == "cpu" else torch.bfloat16, LORA)
+        self.adapter = AdapterWeights(model, torch.float32 if device == "cpu" else torch.bfloat16, lora)
         self.model, self.sender, self.version = model, sender, 0
         self.digests = {0: digest_of(self.adapter.blobs())}
 

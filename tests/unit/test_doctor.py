@@ -25,6 +25,7 @@ def test_a_sound_run_passes_every_check(tmp_path):
     assert "gold answers earn 1.000, empty ones 0.000" in named["reward exact"]
     assert "engine and trainer differ by" in named["log-probabilities"]
     assert named["weights"].startswith("travel by ")
+    assert "tokens can be trained" in named["sequence length"]
 
 
 def test_a_transport_that_cannot_work_is_found(tmp_path):

@@ -244,7 +244,7 @@ class LoraSettings(Section):
     """The adapter's part is scaled by `alpha / rank`; not set: twice the rank."""
     targets: Texts = ("all-linear",)
     """Layers it changes, by the last part of their names (`q_proj`); `all-linear` is every linear layer but the
-    output head."""
+    output head, and `experts` those of a mixture, which `all-linear` leaves out."""
     dora: bool = False
     """Also train the length of each weight row (DoRA)."""
 

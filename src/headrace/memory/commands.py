@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from headrace.cli_common import JsonFile, Overrides, RunFile, Traceback, write_json
 from headrace.config import Settings, load, require
-from headrace.errors import ConfigError, ModelError
+from headrace.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,16 +47,17 @@ def plan_memory(
     build.quieten()
     settings = load(run_file, overrides or ())
     kind = _kind(settings, device_memory)
-    device_bytes = _device_bytes(kind) if device_memory is None else round(device_memory * 1e9)
+    device_bytes = program.memory_of(kind) if device_memory is None else round(device_memory * 1e9)
     dtype = getattr(torch, build.dtype(settings, kind))
     model = examine(_configuration(settings, shape), dtype, build.lora(settings))
     planned = program.plan_memory(settings, model, kind=kind, device_bytes=device_bytes)
     found = program.remedies(settings, model, planned, kind=kind) if planned.crowded else []
     console = Console(highlight=False)
     console.print(table(planned))
-    for line in lines(planned, found):
+    longest = program.longest_sequence(settings, model, kind=kind, device_bytes=device_bytes)
+    for line in lines(planned, found, longest, model.context_tokens):
         console.print(line, soft_wrap=True)
-    write_json(json_file, {**planned.as_dict(), "remedies": found})
+    write_json(json_file, {**planned.as_dict(), "longest_sequence": longest, "remedies": found})
     if planned.crowded:
         raise typer.Exit(1)
 
@@ -69,18 +69,6 @@ def _kind(settings: Settings, device_memory: float | None) -> str:
     if settings.model.device != "auto":
         return settings.model.device
     return "cuda" if device_memory is not None or torch.cuda.is_available() else "cpu"
-
-
-def _device_bytes(kind: str) -> int:
-    import torch
-
-    if kind == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "model.device is cuda and torch sees no GPU: say how large it is with --device-memory"
-        )
-    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def _configuration(settings: Settings, shape: str | None) -> PretrainedConfig:

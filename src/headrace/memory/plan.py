@@ -10,6 +10,7 @@ in the host's memory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -157,6 +158,39 @@ def _engine_plan(settings: Settings, engine: EngineSettings, kind: str) -> Engin
         kv_tokens=engine.kv_tokens,
         memory_share=memory_share(settings, beside_trainer=True),
     )
+
+
+def longest_sequence(settings: Settings, model: Architecture, *, kind: str, device_bytes: int) -> int:
+    """Tokens of the longest sequence that can be trained with these settings, at most the model's context. A
+    sequence is computed by one device: more ranks leave each more room, but never divide one."""
+
+    def fits(num_tokens: int) -> bool:
+        trainer = settings.trainer.model_copy(update={"row_tokens": num_tokens})
+        rollout = settings.rollout.model_copy(
+            update={"max_tokens": min(settings.rollout.max_tokens, num_tokens)}
+        )
+        changed = settings.model_copy(update={"trainer": trainer, "rollout": rollout})
+        try:
+            return not plan_memory(changed, model, kind=kind, device_bytes=device_bytes).crowded
+        except ConfigError:
+            return False
+
+    lowest, highest = 0, model.context_tokens
+    while lowest < highest:
+        middle = (lowest + highest + 1) // 2
+        lowest, highest = (middle, highest) if fits(middle) else (lowest, middle - 1)
+    return lowest
+
+
+def memory_of(kind: str) -> int:
+    """Bytes of this machine's device of that kind."""
+    if kind == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "model.device is cuda and torch sees no GPU: say how large it is with --device-memory"
+        )
+    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def _published(

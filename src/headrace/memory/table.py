@@ -49,13 +49,14 @@ def _span(names: list[str]) -> str:
     return first if first == last else f"{first} to {last.rpartition(' ')[2].rpartition('-')[2]}"
 
 
-def lines(plan: MemoryPlan, found: list[str]) -> list[str]:
+def lines(plan: MemoryPlan, found: list[str], longest: int, context_tokens: int) -> list[str]:
     """What was assumed, what each device needs, and what to change."""
     recomputed = f", {plan.layers_recomputed} of {plan.num_layers} layers recomputed" if plan.on_gpu else ""
     said = [
         f"{plan.model}, {plan.num_weights / 1e9:.2f} billion weights",
         f"rows of {plan.row_tokens:,} tokens{recomputed}; each engine keeps {plan.kv_tokens:,} tokens",
         *(f"{place}: {_needs(plan, place)}" for place in plan.places),
+        f"longest sequence that can be trained: {longest:,} of the model's {context_tokens:,} tokens",
     ]
     if not plan.crowded:
         return [*said, "it fits"]

@@ -1,8 +1,9 @@
 """Room for several adapters beside the weights of one model.
 
 In: a model, how many adapters of which rank it must hold, and later their tensors as the trainer publishes them.
-Out: the same model, whose target layers add the adapter of each row (``low_rank``). Memory for all adapters is made
-once and never moves. An adapter is replaced whole or not at all, and no other is touched.
+Out: the same model, whose target layers and experts add the adapter of each row (``low_rank``, ``expert_low_rank``).
+Memory for all adapters is made once and never moves. An adapter is replaced whole or not at all, and no other is
+touched.
 
 Adapters are numbered from 1; 0 is the model alone. Joined layers must have been joined before.
 """
@@ -17,8 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.errors import WeightSyncError
+from headrace.models.expert_low_rank import AdaptedExperts, ExpertLowRank
 from headrace.models.joined_linear import joined_groups
-from headrace.models.lora import LoraSpec, target_linears
+from headrace.models.lora import LoraSpec, target_experts, target_linears
 from headrace.models.low_rank import AdaptedLinear, AdapterRows, LowRank
 from headrace.models.tensors import Update, as_tensor, dtype_name
 from headrace.types import TensorBlob
@@ -45,6 +47,18 @@ class _Part:
         return low.a[at : at + rank], low.b[outputs, at : at + rank], factors
 
 
+@dataclass(frozen=True, slots=True)
+class _ExpertPart:
+    """Where the adapters of one weight of all experts lie."""
+
+    low: ExpertLowRank
+
+    def of(self, adapter: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """A [experts, rank, inputs] and B [experts, outputs, rank] of one adapter, to be written."""
+        columns = slice((adapter - 1) * rank, adapter * rank)
+        return self.low.a[:, columns], self.low.b[:, :, columns], None
+
+
 class AdapterBank:
     """The model's target layers are replaced for good; their parameters keep their names."""
 
@@ -54,7 +68,12 @@ class AdapterBank:
         self._dtype_name = dtype_name(model.dtype)
         shape = (num_adapters + 1, num_adapters * spec.rank)
         self._scales = torch.zeros(shape, dtype=torch.float32, device=model.device)
-        self._parts = _attach(model, target_linears(model, spec.targets), self.num_adapters, spec)
+        targets = target_linears(model, spec.targets)
+        experts = target_experts(model, spec.targets, dora=spec.dora)
+        self._parts: dict[str, _Part | _ExpertPart] = {
+            **_attach(model, targets, num_adapters, spec),
+            **_attach_experts(model, experts, num_adapters * spec.rank),
+        }
 
     def rows(self, adapters_T: torch.Tensor) -> AdapterRows:
         """For a pass whose rows have these adapters."""
@@ -62,8 +81,10 @@ class AdapterBank:
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of every product that is computed beside the model's own."""
-        matrices = [matrix for part in self._parts.values() for matrix in (part.low.a, part.low.b)]
+        """(inputs, outputs) of every product that is computed beside the layers' own; those of experts, whose number
+        of rows depends on the rows beside them, are not counted."""
+        dense = [part.low for part in self._parts.values() if isinstance(part, _Part)]
+        matrices = [matrix for low in dense for matrix in (low.a, low.b)]
         return sorted({(matrix.shape[1], matrix.shape[0]) for matrix in matrices})
 
     @torch.no_grad()
@@ -76,11 +97,11 @@ class AdapterBank:
             a, b, factors = part.of(adapter, self.rank)
             rank = ranks.get(name, 0)
             if rank < self.rank:
-                a[rank:].zero_()
-                b[:, rank:].zero_()
+                a[..., rank:, :].zero_()
+                b[..., rank:].zero_()
             if rank:
-                a[:rank].copy_(as_tensor(arrived[name + _A]))
-                b[:, :rank].copy_(as_tensor(arrived[name + _B]))
+                a[..., :rank, :].copy_(as_tensor(arrived[name + _A]))
+                b[..., :rank].copy_(as_tensor(arrived[name + _B]))
             if factors is not None and name + _FACTOR in arrived:
                 factors.copy_(as_tensor(arrived[name + _FACTOR]))
             elif factors is not None:
@@ -101,7 +122,11 @@ class AdapterBank:
 
     def _check(self, arrived: Mapping[str, TensorBlob]) -> dict[str, int]:
         """The rank in every layer the adapter changes."""
-        ranks = {name.removesuffix(_A): blob.shape[0] for name, blob in arrived.items() if name.endswith(_A)}
+        ranks = {
+            name.removesuffix(_A): blob.shape[-2] if len(blob.shape) > 1 else 0
+            for name, blob in arrived.items()
+            if name.endswith(_A)
+        }
         kind = self._dtype_name
         expected: dict[str, tuple[str, tuple[int, ...]]] = {SCALING: ("F32", (1,))}
         for name, rank in ranks.items():
@@ -112,10 +137,11 @@ class AdapterBank:
                     f"{len(self._parts)} layers ({', '.join(list(self._parts)[:2])}, ...); start both with the same "
                     "lora settings"
                 )
-            num_in, num_out = part.low.a.shape[1], part.stop - part.start
-            expected |= {name + _A: (kind, (rank, num_in)), name + _B: (kind, (num_out, rank))}
-            if part.low.factors is not None and name + _FACTOR in arrived:
-                expected[name + _FACTOR] = (kind, (num_out,))
+            a, b, factors = part.of(1, self.rank)
+            expected[name + _A] = (kind, (*a.shape[:-2], rank, a.shape[-1]))
+            expected[name + _B] = (kind, (*b.shape[:-1], rank))
+            if factors is not None and name + _FACTOR in arrived:
+                expected[name + _FACTOR] = (kind, tuple(factors.shape))
         found = {name: (blob.dtype, tuple(blob.shape)) for name, blob in arrived.items()}
         if not ranks or found != expected:
             wrong = sorted(name for name in found | expected if found.get(name) != expected.get(name))
@@ -149,3 +175,20 @@ def _attach(
                 stop = layer.start + layer.out_features
                 parts[names[layer]] = _Part(low, number * columns, layer.start, stop)
     return {name: parts[name] for name in targets}
+
+
+def _attach_experts(
+    model: PreTrainedModel, weights: Sequence[str], num_columns: int
+) -> dict[str, _Part | _ExpertPart]:
+    """Put the memory of the adapters beside the products of the experts with these weights."""
+    parts: dict[str, _Part | _ExpertPart] = {}
+    lows: dict[str, dict[str, ExpertLowRank]] = {}
+    for name in weights:
+        parent, _, own = name.rpartition(".")
+        low = ExpertLowRank(model.get_parameter(name), num_columns)
+        lows.setdefault(parent, {})[own] = low
+        parts[name] = _ExpertPart(low)
+    for name, low_ranks in lows.items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, AdaptedExperts(model.get_submodule(name), low_ranks))
+    return parts

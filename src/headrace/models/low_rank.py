@@ -50,6 +50,11 @@ def serving(rows: AdapterRows | None) -> Iterator[None]:
         _serving.rows = None
 
 
+def current_rows() -> AdapterRows | None:
+    """Of the forward that is under way; None: no row has an adapter."""
+    return _serving.rows
+
+
 class LowRank(nn.Module):
     """What all adapters add to one product. The tensors are no part of the model's state."""
 

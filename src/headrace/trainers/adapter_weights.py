@@ -5,7 +5,8 @@ in, whose adapter alone has gradients. Masters, gradients and moments exist in f
 the model's own weights never change, so that with the adapter off they are the reference policy.
 
 On disk an adapter is peft's own two files, which ``peft.PeftModel.from_pretrained`` loads. Published it is A and B
-of every layer as they are computed with, its scaling, and for DoRA the factor of every output row.
+of every layer as they are computed with (of fused experts one slice for each), its scaling, and for DoRA the factor
+of every output row.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.errors import CheckpointError, TrainingError
-from headrace.models.lora import LoraSpec, target_linears
+from headrace.models.lora import LoraSpec, target_experts, target_linears
 from headrace.models.tensors import blobs_of, named_tensors
+from headrace.trainers.expert_adapter import compute_beside, factors, wrappers_of
 from headrace.trainers.master_weights import MasterWeights, hand_over_to
 from headrace.types import TensorBlob
 
@@ -42,6 +44,7 @@ class AdapterWeights(MasterWeights):
         self.policy_name = spec.policy
         self._spec = spec
         self._targets = target_linears(model, spec.targets)
+        self._expert_weights = target_experts(model, spec.targets, dora=spec.dora)
         _cast(model, dtype)
         # Peft computes alpha / r and takes any number, though it says int.
         alpha: Any = int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha
@@ -49,12 +52,14 @@ class AdapterWeights(MasterWeights):
             r=spec.rank,
             lora_alpha=alpha,
             target_modules=self._targets,
+            target_parameters=self._expert_weights or None,
             use_dora=spec.dora,
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.seed)
             self._peft = peft.get_peft_model(model, config)
+        compute_beside(model, self._expert_weights)
         live = {name: p for name, p in model.named_parameters() if p.requires_grad}
         masters = live if dtype == torch.float32 else {name: _master(p, dtype) for name, p in live.items()}
         self._pairs = [(live[name], masters[name]) for name in live if live[name] is not masters[name]]
@@ -82,6 +87,8 @@ class AdapterWeights(MasterWeights):
                 dora = layer.lora_magnitude_vector[_NAME]
                 norm = dora.get_weight_norm(layer.base_layer.weight, b @ a, self._spec.scaling)
                 tensors[f"{name}.row_factor"] = dora.weight / norm
+        for name, wrapper in wrappers_of(self.policy, self._expert_weights).items():
+            tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = factors(wrapper)
         # An engine computes all its adapters together: one that is not finite would spoil the others.
         if not torch.stack(torch._foreach_norm(list(tensors.values()))).isfinite().all():
             raise TrainingError("the adapter's weights are not finite; lower trainer.learning_rate")

@@ -19,7 +19,14 @@ from headrace.bench.shapes import shape_config
 from headrace.cli import app
 from headrace.config import from_dict
 from headrace.memory.architecture import Architecture, examine
-from headrace.memory.plan import CONTEXT_BYTES, HOST, MemoryPlan, plan_memory, remedies
+from headrace.memory.plan import (
+    CONTEXT_BYTES,
+    HOST,
+    MemoryPlan,
+    longest_sequence,
+    plan_memory,
+    remedies,
+)
 from headrace.memory.trainer import TrainerPlan, trainer_bytes
 from headrace.memory.uses import total
 from headrace.models.loading import make_tiny_model
@@ -69,6 +76,20 @@ def test_where_memory_is_short_layers_are_recomputed_until_it_fits():
     assert 0 < tight.layers_recomputed < 28
     assert bytes_for(tight, "activations") < bytes_for(roomy, "activations")
     assert not tight.crowded
+
+
+def test_the_longest_sequence_is_the_longest_that_fits():
+    settings, model, size = from_dict({"engine.kv_tokens": 16384}), published("qwen2-1.5b"), 45_000_000_000
+    longest = longest_sequence(settings, model, kind="cuda", device_bytes=size)
+    assert 1000 < longest < model.context_tokens
+    crowded = [
+        gpu_plan(
+            device_bytes=size, trainer__row_tokens=n, rollout__max_tokens=1, engine__kv_tokens=16384
+        ).crowded
+        for n in (longest, longest + 1)
+    ]
+    assert crowded == [[], ["GPU 0"]]
+    assert longest_sequence(settings, model, kind="cuda", device_bytes=H200) == model.context_tokens
 
 
 def test_a_plan_that_does_not_fit_names_settings_with_which_it_does():
