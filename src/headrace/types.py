@@ -180,6 +180,8 @@ class EpisodeGroup:
     episodes: tuple[Episode, ...]
     returns: tuple[float, ...]
     """The weighted sum of each episode's rewards."""
+    ref_logprobs: tuple[np.ndarray, ...] | None = None
+    """float32 [T] of each of its samples, in order; None: no engine computes the reference."""
 
     @property
     def oldest_version(self) -> int:
@@ -209,7 +211,7 @@ class Sample:
     kv_versions: np.ndarray
     """int32 [R, 2], as in ``Completion``."""
     ref_logprobs: np.ndarray | None = None
-    """float32 [T]; None: no scorer supplied them."""
+    """float32 [T]; None: no engine computed them."""
     routing: Routing | None = None
     sampling_mask: SamplingMask | None = None
 

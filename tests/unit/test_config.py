@@ -67,6 +67,7 @@ OTHER_VALUES = {
     "algo.kl": "k3",
     "algo.balance_coef": 0.01,
     "algo.kl_coef": 0.01,
+    "algo.reference": "engine",
     "algo.overlong_buffer": 16,
     "algo.overlong_factor": 0.5,
     "trainer.learning_rate": 3e-4,
@@ -300,6 +301,14 @@ def test_syntax_error_names_the_line(tmp_path):
         (["trainer.warmup_steps=101"], ["trainer.warmup_steps", "run.steps = 100"]),
         (["algo.kl_coef=0.1"], ["algo.kl_coef", "algo.kl"]),
         (["algo.kl=k3"], ["algo.kl ", "algo.kl_coef"]),
+        (["algo.reference=engine"], ["algo.reference", "algo.kl = none"]),
+        (
+            [
+                *("algo.reference=engine", "algo.kl=k3", "algo.kl_coef=0.1"),
+                *("warm_start.examples=a.jsonl", "warm_start.steps=1"),
+            ],
+            ["algo.reference", "model.path"],
+        ),
         (["algo.loss=decoupled", "algo.correction=tis"], ["algo.correction", "algo.loss"]),
         (["algo.overlong_buffer=256"], ["algo.overlong_buffer", "rollout.max_tokens = 256"]),
         (["reward.functions=['a:b']", "reward.weights=[1, 2]"], ["reward.weights", "reward.functions"]),

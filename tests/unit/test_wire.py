@@ -65,7 +65,13 @@ def examples() -> dict[str, Any]:
         turns=(turn, turn), text="four \u2713", rewards={"exact": 1.0, "style": None}
     )
     episode = types.Episode(group=7, attempt=1, task=task, trajectories=(trajectory,))
-    group = types.EpisodeGroup(group=7, task=task, episodes=(episode, episode), returns=(1.0, 0.0))
+    group = types.EpisodeGroup(
+        group=7,
+        task=task,
+        episodes=(episode, episode),
+        returns=(1.0, 0.0),
+        ref_logprobs=(np.zeros(3, dtype=np.float32), np.full(2, -0.5, dtype=np.float32)),
+    )
     sample = types.Sample(
         group=7,
         attempt=1,

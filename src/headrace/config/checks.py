@@ -100,6 +100,17 @@ def _loss(s: Settings) -> Iterator[str]:
             f"algo.kl is {algo.kl}, but algo.kl_coef = 0 gives it no weight: set algo.kl_coef above 0, or "
             "algo.kl = none."
         )
+    if algo.kl == "none" and algo.reference == "engine":
+        yield (
+            "algo.reference is engine, but algo.kl = none needs no reference: set algo.kl to k2 or k3, or "
+            "algo.reference = trainer."
+        )
+    if algo.reference == "engine" and s.warm_start.examples is not None:
+        yield (
+            "algo.reference is engine, which starts from model.path, but the policy starts from what a warm start "
+            "makes of it: write a warm-started model with headrace.warm_start and set model.path to it, or set "
+            "algo.reference = trainer."
+        )
     if algo.loss == "decoupled" and algo.correction == "tis":
         yield (
             "algo.correction is tis, but algo.loss = decoupled already weights by the ratio to the engine's "

@@ -190,6 +190,9 @@ class AlgoSettings(Section):
     """Estimator of the divergence from the starting model."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of that divergence in the loss."""
+    reference: Literal["trainer", "engine"] = "trainer"
+    """Who computes the starting model's log-probabilities for it: the `trainer`, which keeps a copy of that model, or
+    one more `engine`, which never gets new weights and works beside generation and training."""
     balance_coef: float = Field(0.0, ge=0)
     """Weight of the load-balancing loss of a mixture of experts, computed for each sequence by itself; 0 turns
     it off."""

@@ -12,10 +12,11 @@ Legend: P prompt tokens, L sampled tokens, T tokens of the sample, N recorded ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from headrace.types import EpisodeGroup, Routing, Sample, SamplingMask, Trajectory, Turn
+from headrace.types import Episode, EpisodeGroup, Routing, Sample, SamplingMask, Trajectory, Turn
 
 NEVER_SAMPLED = 2**31 - 1
 """``oldest_version`` of a sample without sampled tokens, as ``EpisodeGroup.oldest_version`` has it."""
@@ -25,16 +26,38 @@ def build_samples(group: EpisodeGroup, advantages: Sequence[float] | np.ndarray)
     """A sample per chain of turns of each trainable trajectory; ``advantages`` follow ``group.episodes``."""
     if len(advantages) != len(group.episodes):
         raise ValueError(f"advantages: {len(advantages)} given for {len(group.episodes)} episodes")
-    pairs = sorted(zip(group.episodes, advantages, strict=True), key=lambda pair: pair[0].attempt)
-    chains = [
-        (episode.attempt, float(advantage), chain)
-        for episode, advantage in pairs
-        for trajectory in episode.trajectories
+    chains = _all_chains(group.episodes)
+    columns = _Columns(sum(_num_tokens(chain) for _, chain in chains))
+    samples = [
+        columns.sample(group.group, group.episodes[i].attempt, float(advantages[i]), chain)
+        for i, chain in chains
+    ]
+    if group.ref_logprobs is None:
+        return tuple(samples)
+    pairs = zip(samples, group.ref_logprobs, strict=True)
+    return tuple([replace(sample, ref_logprobs=logprobs) for sample, logprobs in pairs])
+
+
+def sequences(episodes: Sequence[Episode]) -> list[tuple[np.ndarray, float]]:
+    """Token ids and temperature of every sample that these episodes will give, in the order of the samples."""
+    return [
+        (
+            np.concatenate([chain[-1].prompt_ids, chain[-1].completion.token_ids]).astype(np.int32),
+            chain[-1].sampling.temperature,
+        )
+        for _, chain in _all_chains(episodes)
+    ]
+
+
+def _all_chains(episodes: Sequence[Episode]) -> list[tuple[int, list[Turn]]]:
+    """With the places of their episodes, in the order of the attempts."""
+    return [
+        (i, chain)
+        for i in sorted(range(len(episodes)), key=lambda i: episodes[i].attempt)
+        for trajectory in episodes[i].trajectories
         if trajectory.trainable
         for chain in _chains(trajectory)
     ]
-    columns = _Columns(sum(_num_tokens(chain) for _, _, chain in chains))
-    return tuple([columns.sample(group.group, *chain) for chain in chains])
 
 
 def oldest_version(sample: Sample) -> int:

@@ -23,13 +23,15 @@ class InlineCluster:
         trainer: Trainer | None,
         scorers: Sequence[Scorer] = (),
         *,
+        reference: Engine | None = None,
         directory: Path | None = None,
     ) -> None:
-        """``trainer`` None: nothing is trained (an evaluation). ``directory``: of the weight segments,
-        removed at the end."""
+        """``trainer`` None: nothing is trained (an evaluation). ``reference``: an engine that keeps the starting
+        weights. ``directory``: of the weight segments, removed at the end."""
         self._directory = directory
         self.engines = tuple(engines)
         self.scorers = tuple(scorers)
+        self.reference = reference
         self._trainer = trainer
 
     @property
@@ -38,9 +40,13 @@ class InlineCluster:
             raise RoleError("this cluster was started without a trainer; give it one to train")
         return self._trainer
 
+    @property
+    def _all_engines(self) -> tuple[Engine, ...]:
+        return self.engines if self.reference is None else (*self.engines, self.reference)
+
     async def statuses(self) -> Mapping[str, RoleStatus]:
         """What each role that has a status says of itself now."""
-        statuses = [await engine.status() for engine in self.engines]
+        statuses = [await engine.status() for engine in self._all_engines]
         if self._trainer is not None:
             statuses.append(await self._trainer.status())
         return {status.role: status for status in statuses}
@@ -51,7 +57,7 @@ class InlineCluster:
 
     async def close(self) -> None:
         """Close every role, also after one of them failed to; the first failure is raised."""
-        closes = [engine.close() for engine in self.engines]
+        closes = [engine.close() for engine in self._all_engines]
         closes.extend(scorer.close() for scorer in self.scorers)
         if self._trainer is not None:
             closes.append(self._trainer.close())

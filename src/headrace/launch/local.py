@@ -46,10 +46,13 @@ class LocalCluster:
         num_minibatches: int = 1,
     ) -> None:
         callers = {
-            kind: [p.caller for p in processes if p.spec.kind == kind] for kind in ("engine", "scorer")
+            kind: [p.caller for p in processes if p.spec.kind == kind]
+            for kind in ("engine", "reference", "scorer")
         }
         self.engines = tuple(RemoteEngine(caller, deadlines_s) for caller in callers["engine"])
         self.scorers = tuple(RemoteScorer(caller, deadlines_s) for caller in callers["scorer"])
+        references = [RemoteEngine(caller, deadlines_s) for caller in callers["reference"]]
+        self.reference = references[0] if references else None
         trainers = [p for p in processes if p.spec.kind == "trainer"]
         self._trainer: Trainer | None = None
         if len(trainers) == 1:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from headrace.launch.rpc import Note
 
-RoleKind = Literal["engine", "trainer", "scorer"]
+RoleKind = Literal["engine", "reference", "trainer", "scorer"]
 Method = Callable[[Any, list[Any], Note | None], Awaitable[Any]]
 
 ENGINE: Mapping[str, Method] = {
@@ -41,4 +41,11 @@ SCORER: Mapping[str, Method] = {
     "score": lambda scorer, args, note: scorer.score(args[0], args[1]),
 }
 
-METHODS: Mapping[str, Mapping[str, Method]] = {"engine": ENGINE, "trainer": TRAINER, "scorer": SCORER}
+REFERENCE: Mapping[str, Method] = {name: ENGINE[name] for name in ("score", "status")}
+
+METHODS: Mapping[str, Mapping[str, Method]] = {
+    "engine": ENGINE,
+    "reference": REFERENCE,
+    "trainer": TRAINER,
+    "scorer": SCORER,
+}

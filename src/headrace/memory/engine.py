@@ -29,6 +29,8 @@ class EnginePlan:
     kv_tokens: int | None
     """None: what the engine would find."""
     memory_share: float
+    scored_tokens: int = 0
+    """Tokens whose logits are held whole, where given sequences are scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,9 @@ def engine_bytes(model: Architecture, plan: EnginePlan, *, device_bytes: int) ->
     weights = model.num_weights * plan.dtype.itemsize
     # While it is not trained, a layer needs at most what it would keep.
     one_pass = round(plan.prefill_tokens * model.compiled.widest_layer)
-    logits = max(2, plan.max_running) * model.vocab_size * torch.float32.itemsize
+    # Scores are computed from logits with two results on the way.
+    logit_rows = max(2, plan.max_running) + 3 * plan.scored_tokens
+    logits = logit_rows * model.vocab_size * torch.float32.itemsize
     per_block = block_bytes(model.attention, plan.block_size, plan.dtype)
     if plan.on_gpu:
         room = int(device_bytes * plan.memory_share) - weights - logits - beside_kv_bytes(one_pass)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from headrace import build
-from headrace.config import Settings
+from headrace.config import EngineSettings, Settings
 from headrace.engines.make import usual_sizes
 from headrace.errors import ConfigError
 from headrace.memory.architecture import Architecture
@@ -97,27 +97,17 @@ def plan_memory(settings: Settings, model: Architecture, *, kind: str, device_by
     """``model`` was examined in the dtype that ``build.dtype`` names for this ``kind`` of device."""
     on_gpu, dtype = kind == "cuda", _DTYPES[build.dtype(settings, kind)]
     first = "GPU 0" if on_gpu else HOST
-    max_running, prefill_tokens = usual_sizes(
-        kind, settings.engine.max_running, settings.engine.prefill_tokens
-    )
-    engine = engine_bytes(
-        model,
-        EnginePlan(
-            dtype=dtype,
-            on_gpu=on_gpu,
-            max_running=max_running,
-            prefill_tokens=prefill_tokens,
-            block_size=settings.engine.block_size,
-            kv_tokens=settings.engine.kv_tokens,
-            memory_share=build.memory_share(settings, beside_trainer=True),
-        ),
-        device_bytes=device_bytes,
-    )
     process = CONTEXT_BYTES if on_gpu else PROCESS_BYTES
+    engine = engine_bytes(model, _engine_plan(settings, settings.engine, kind), device_bytes=device_bytes)
+    engines = {f"engine-{i}": engine for i in range(settings.engine.count)}
+    if settings.algo.reference == "engine":
+        scoring = _engine_plan(settings, build.reference_settings(settings, model.context_tokens), kind)
+        scoring = replace(scoring, scored_tokens=scoring.prefill_tokens)
+        engines["reference"] = engine_bytes(model, scoring, device_bytes=device_bytes)
     uses = [
-        Use(f"engine-{i}", first, purpose, num_bytes)
-        for i in range(settings.engine.count)
-        for purpose, num_bytes in {**engine.device, "process": process}.items()
+        Use(name, first, purpose, num_bytes)
+        for name, taken in engines.items()
+        for purpose, num_bytes in {**taken.device, "process": process}.items()
     ]
     row_tokens = max(build.row_tokens(settings, kind), settings.rollout.max_tokens)
     asked = TrainerPlan(
@@ -127,7 +117,7 @@ def plan_memory(settings: Settings, model: Architecture, *, kind: str, device_by
         ranks=settings.trainer.ranks,
         offload=settings.trainer.offload,
         row_tokens=row_tokens,
-        with_reference=settings.algo.kl != "none",
+        with_reference=settings.algo.kl != "none" and settings.algo.reference == "trainer",
     )
     recomputed = 0
     for rank in range(asked.ranks):
@@ -186,6 +176,19 @@ def memory_of(kind: str) -> int:
             "model.device is cuda and torch sees no GPU: say how large it is with --device-memory"
         )
     return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def _engine_plan(settings: Settings, engine: EngineSettings, kind: str) -> EnginePlan:
+    max_running, prefill_tokens = usual_sizes(kind, engine.max_running, engine.prefill_tokens)
+    return EnginePlan(
+        dtype=_DTYPES[build.dtype(settings, kind)],
+        on_gpu=kind == "cuda",
+        max_running=max_running,
+        prefill_tokens=prefill_tokens,
+        block_size=engine.block_size,
+        kv_tokens=engine.kv_tokens,
+        memory_share=build.memory_share(settings, beside_trainer=True),
+    )
 
 
 def _published(

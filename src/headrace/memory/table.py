@@ -13,9 +13,8 @@ from headrace.memory.uses import Purpose, total
 def table(plan: MemoryPlan) -> Table:
     """Processes that hold the same in the same kind of place share a column."""
     columns = _columns(plan)
-    title = f"{plan.model}, {plan.num_weights / 1e9:.2f} billion weights, GB (10^9 bytes)"
-    drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    drawn.add_column("purpose")
+    drawn = Table(box=None, padding=(0, 2, 0, 0))
+    drawn.add_column("GB (10^9 bytes)")
     for heading, _ in columns:
         drawn.add_column(heading, justify="right")
     for purpose in get_args(Purpose):
@@ -54,6 +53,7 @@ def lines(plan: MemoryPlan, found: list[str], longest: int, context_tokens: int)
     """What was assumed, what each device needs, and what to change."""
     recomputed = f", {plan.layers_recomputed} of {plan.num_layers} layers recomputed" if plan.on_gpu else ""
     said = [
+        f"{plan.model}, {plan.num_weights / 1e9:.2f} billion weights",
         f"rows of {plan.row_tokens:,} tokens{recomputed}; each engine keeps {plan.kv_tokens:,} tokens",
         *(f"{place}: {_needs(plan, place)}" for place in plan.places),
         f"longest sequence that can be trained: {longest:,} of the model's {context_tokens:,} tokens",

@@ -62,13 +62,16 @@ def sync_share(seconds: Mapping[str, float]) -> float:
     return _share_since_loading(seconds, SYNC)
 
 
+_ON_DEVICES = ("engine", "reference", "trainer")
+
+
 def kind(role: str) -> str:
     """``engine`` of ``engine-0``."""
     return role.partition("-")[0]
 
 
 def device_seconds(roles: Sequence[RoleStatus]) -> float:
-    return sum(sum(role.seconds.values()) for role in roles if kind(role.role) in ("engine", "trainer"))
+    return sum(sum(role.seconds.values()) for role in roles if kind(role.role) in _ON_DEVICES)
 
 
 def goodput(tokens_by_state: Mapping[str, int], roles: Sequence[RoleStatus]) -> float:

@@ -21,6 +21,7 @@ from headrace.protocols import Environment, Scorer
 from headrace.runtime.buffer import ReadyGroup
 from headrace.runtime.journal import Record
 from headrace.runtime.plan import RunPlan
+from headrace.runtime.reference import ReferencePolicy
 from headrace.runtime.rollout import Interrupted, RolloutClient, run_attempt
 from headrace.runtime.router import Router
 from headrace.runtime.state import LiveGroup
@@ -38,15 +39,18 @@ class GroupRunner:
         router: Router,
         environment: Environment,
         scorer: Scorer,
+        reference: ReferencePolicy | None = None,
         record: Callable[[Record], None],
         on_ready: Callable[[ReadyGroup], None],
         on_dropped: Callable[[int, DropReason, str], None],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
+        """``reference`` None: samples carry no log-probabilities of the starting policy."""
         self._plan = plan
         self._router = router
         self._environment = environment
         self._scorer = scorer
+        self._reference = reference
         self._record = record
         self._on_ready = on_ready
         self._on_dropped = on_dropped
@@ -173,9 +177,15 @@ class GroupRunner:
         if self._plan.drop_zero_variance and is_zero_variance(np.array(returns)):
             self._drop(live.group, "zero-variance", "")
             return
-        self._record(
-            {"kind": "scored", "group": live.group, "rewards": [dict(r) for r in rewards], "returns": returns}
-        )
+        record = {
+            "kind": "scored", "group": live.group, "rewards": [dict(r) for r in rewards], "returns": returns
+        }  # fmt: skip
+        if self._reference is not None:
+            # Before the group counts as finished: until then the trainer is kept from outrunning it.
+            record["ref_logprobs"] = await self._reference.logprobs(live.group, episodes)
+            if live.group in self._ending or self._paused:
+                raise Interrupted
+        self._record(record)
         assert live.scored is not None
         self._on_ready(ready_group(self._plan, live.scored))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import CheckpointError, DeadlineError
-from headrace.protocols import Cluster, Environment, Scorer, Sink, TaskSource
+from headrace.protocols import Cluster, Engine, Environment, Scorer, Sink, TaskSource
 from headrace.runtime.batches import describe, make_batch
 from headrace.runtime.buffer import ReadyGroup, RolloutBuffer
 from headrace.runtime.checkpoint import CheckpointStore, recover
@@ -27,6 +27,7 @@ from headrace.runtime.drops import DropWatch
 from headrace.runtime.groups import GroupRunner, ready_group
 from headrace.runtime.journal import Journal, Record
 from headrace.runtime.plan import RunPlan
+from headrace.runtime.reference import ReferencePolicy
 from headrace.runtime.report import Reporter
 from headrace.runtime.router import Router
 from headrace.runtime.slots import Slots
@@ -49,9 +50,12 @@ class Pipeline:
         tasks: TaskSource,
         run_dir: Path,
         sink: Sink,
+        reference: Engine | None = None,
         own_status: Callable[[], RoleStatus] | None = None,
     ) -> None:
-        """``own_status`` tells where the controller's own time went; None: it is not metered."""
+        """``reference``: an engine with the starting weights, which computes their log-probabilities (None: the
+        trainer does, where it needs them). ``own_status`` tells where the controller's own time went; None: it is
+        not metered."""
         self._plan = plan
         self._supervisor = Supervisor()
         self._cluster = cluster
@@ -78,12 +82,13 @@ class Pipeline:
             router=Router(cluster.engines),
             environment=environment,
             scorer=scorer,
+            reference=None if reference is None else ReferencePolicy(reference, deadline_s=plan.stall_s),
             record=self._record,
             on_ready=self._ready,
             on_dropped=self._dropped,
             on_fatal=self._supervisor.fail,
         )
-        self._report = Reporter(self.state, cluster, sink, own_status)
+        self._report = Reporter(self.state, cluster, sink, own_status, reference=reference)
         self._landings: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._drops = DropWatch(error_budget=plan.error_budget, groups_per_step=plan.groups_per_step)

@@ -7,25 +7,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from headrace.protocols import Cluster, Sink
+from headrace.protocols import Cluster, Engine, Sink
 from headrace.runtime.state import RunState
 from headrace.types import RoleStatus, StepResult
 
 
 class Reporter:
     def __init__(
-        self, state: RunState, cluster: Cluster, sink: Sink, own_status: Callable[[], RoleStatus] | None
+        self,
+        state: RunState,
+        cluster: Cluster,
+        sink: Sink,
+        own_status: Callable[[], RoleStatus] | None,
+        *,
+        reference: Engine | None = None,
     ) -> None:
         self._state = state
         self._cluster = cluster
         self._sink = sink
         self._own_status = own_status
+        self._engines = (*cluster.engines, reference) if reference is not None else tuple(cluster.engines)
         self._clock = asyncio.get_running_loop().time
         self._since = self._clock()
         self._trained_tokens = 0
 
     async def statuses(self) -> list[RoleStatus]:
-        calls = [engine.status() for engine in self._cluster.engines]
+        calls = [engine.status() for engine in self._engines]
         statuses = await asyncio.gather(*calls, self._cluster.trainer.status())
         return [*statuses, self._own_status()] if self._own_status is not None else list(statuses)
 
@@ -37,7 +44,7 @@ class Reporter:
         self._trained_tokens += result.num_loss_tokens
         roles = await self.statuses()
         elapsed = max(self._clock() - self._since, 1e-9)
-        device_s = elapsed * (len(self._cluster.engines) + 1)
+        device_s = elapsed * (len(self._engines) + 1)
         self._sink.emit(
             "step",
             {

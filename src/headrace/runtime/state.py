@@ -9,7 +9,8 @@ killed controller knew is what its successor reads back. The record kinds:
                                                    only what ``tokens`` records have not said yet
     episode  {group, attempt, trajectories}        an attempt is finished; a trajectory is a list of its turns
                                                    by number, text, policy and trainable
-    scored   {group, rewards, returns}             the group waits for its batch
+    scored   {group, rewards, returns}             the group waits for its batch; ``ref_logprobs`` of its samples
+                                                   are with it where an engine computes them
     drop     {group, reason, detail}               a group ends untrained
     take     {step, groups}                        a step begins to train these groups
     trained  {step, version, groups}               ... and has; its slots are held until the weights arrive
@@ -141,8 +142,13 @@ def _scored(state: RunState, r: dict[str, Any]) -> None:
     episodes = tuple(
         _with_rewards(live.episodes[attempt], r["rewards"][attempt]) for attempt in range(live.num_attempts)
     )
+    references = r.get("ref_logprobs")
     live.scored = EpisodeGroup(
-        group=live.group, task=live.task, episodes=episodes, returns=tuple(r["returns"])
+        group=live.group,
+        task=live.task,
+        episodes=episodes,
+        returns=tuple(r["returns"]),
+        ref_logprobs=None if references is None else tuple(references),
     )
     # The scored group holds the episodes; keeping them twice would double the checkpoint.
     live.turns, live.episodes = {}, {}

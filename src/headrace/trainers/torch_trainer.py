@@ -75,6 +75,7 @@ class TorchTrainer:
         tis_cap: float = 2.0,
         kl: KLName = "none",
         kl_coef: float = 0.0,
+        keep_reference: bool = True,
         balance_coef: float = 0.0,
         learning_rate: float = 1e-6,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -95,29 +96,27 @@ class TorchTrainer:
         first has the model's weights and the ``sender``, on the others ``model`` is hollow; groups of
         ``expert_ranks`` divide a mixture's experts. ``offload`` keeps weights and optimizer state in host
         memory, for ranks with a process group. ``compute_dtype`` is what the model is computed and published
-        in. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``; ``grad_clip`` None clips
-        nothing. ``share_prefixes`` computes a prompt once for all attempts at it (None: on a GPU); ``eager``
-        compiles nothing, for debugging. ``lora``: train this adapter and leave the model's own weights alone."""
+        in. ``keep_reference`` False: the reference of a KL term is not kept here, samples bring its
+        log-probabilities. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``;
+        ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt once for all attempts at it
+        (None: on a GPU); ``eager`` compiles nothing, for debugging. ``lora``: train this adapter and leave the
+        model's own weights alone."""
         self.objective = Objective(
-            loss=loss,
-            correction=correction,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=dual_clip,
-            tis_cap=tis_cap,
-            kl=kl,
-            kl_coef=kl_coef,
-        )
+            loss=loss, correction=correction, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
+            tis_cap=tis_cap, kl=kl, kl_coef=kl_coef,
+        )  # fmt: skip
         check_aggregation(aggregation, max_tokens=max_tokens)
         check_schedule(schedule, warmup_steps=warmup_steps, total_steps=total_steps)
         _check_numbers(minibatches, row_tokens, learning_rate, grad_clip)
         self._aggregation, self._max_tokens = aggregation, max_tokens
         self._learning_rate, self._warmup_steps = learning_rate, warmup_steps
         self._schedule, self._total_steps = schedule, total_steps
+        self._keep_reference = keep_reference
         self._grad_clip, self._row_tokens, self._minibatches = grad_clip, row_tokens, minibatches
         self._on_nonfinite = on_nonfinite
         self._sender, self.ledger, self._tokenizer_dir = sender, ledger, tokenizer_dir
-        dtype, with_reference = _DTYPES[compute_dtype], self.objective.needs_reference
+        dtype = _DTYPES[compute_dtype]
+        with_reference = self.objective.needs_reference and keep_reference
         self._weights, self._reference = place_weights(
             model, dtype, lora, with_reference, ranks=ranks, expert_ranks=expert_ranks, offload=offload
         )
@@ -273,7 +272,9 @@ class TorchTrainer:
             )
             for part in parts
         ]
-        if self.objective.needs_reference:
+        if self.objective.needs_reference and not self._keep_reference:
+            _check_references(parts)
+        elif self.objective.needs_reference:
             with self._weights.off() if isinstance(self._weights, AdapterWeights) else nullcontext():
                 rows_of_parts = [self._with_reference(rows) for rows in rows_of_parts]
         # With one minibatch the policy is prox itself, and the extra pass would compute the same numbers.
@@ -373,6 +374,15 @@ def _check_numbers(minibatches: int, row_tokens: int, learning_rate: float, grad
             "minibatches and row_tokens must be at least 1, learning_rate at least 0, grad_clip None or "
             f"above 0, not {minibatches}, {row_tokens}, {learning_rate} and {grad_clip}"
         )
+
+
+def _check_references(parts: Sequence[TrainBatch]) -> None:
+    for sample in (sample for part in parts for sample in part.samples):
+        if sample.ref_logprobs is None:
+            raise TrainingError(
+                f"sample {sample.group}/{sample.attempt}: it came without the reference's log-probabilities, which "
+                "this trainer does not compute; set algo.reference to trainer"
+            )
 
 
 def _check_batch(batch: TrainBatch, *, version: int, num_steps: int) -> None:

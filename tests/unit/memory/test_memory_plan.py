@@ -124,6 +124,15 @@ def test_a_reference_in_the_trainer_is_a_copy_of_the_weights():
     assert bytes_for(plan, "reference") == 2 * published("qwen2-1.5b").num_weights
 
 
+def test_a_reference_of_its_own_is_one_more_process():
+    plan = gpu_plan(algo__kl="k3", algo__kl_coef=0.1, algo__reference="engine")
+    assert plan.processes == ["engine-0", "reference", "trainer"]
+    assert bytes_for(plan, "reference") == 0
+    assert bytes_for(plan, "keys and values", "reference") < 0.02 * bytes_for(
+        plan, "keys and values", "engine-0"
+    )
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_counted_without_its_weights(tmp_path, family):
     real = make_tiny_model(tmp_path, family=family, vocab_size=48)

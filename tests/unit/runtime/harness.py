@@ -97,6 +97,7 @@ def make_pipeline(
     environment: Any = None,
     scorer: Any = None,
     sink: Any = None,
+    reference: Any = None,
 ) -> Pipeline:
     """Call inside a running loop."""
     return Pipeline(
@@ -110,4 +111,5 @@ def make_pipeline(
         tasks=CountingTasks(),
         run_dir=run_dir,
         sink=sink or MemorySink(),
+        reference=reference,
     )

@@ -1,0 +1,47 @@
+"""The starting policy as an engine of its own, which never gets new weights.
+
+In: the finished episodes of a group. Out: the log-probabilities of every token its samples will have, at the
+temperatures they were sampled with. It is asked beside generation and training, one group at a time, so the
+engines that sample are never waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.data.samples import sequences
+from headrace.errors import RoleError
+from headrace.protocols import Engine
+from headrace.types import Episode
+
+
+class ReferencePolicy:
+    def __init__(self, engine: Engine, *, deadline_s: float) -> None:
+        self._engine = engine
+        self._deadline_s = deadline_s
+        self._asking = asyncio.Lock()
+
+    async def logprobs(self, group: int, episodes: Sequence[Episode]) -> tuple[np.ndarray, ...]:
+        """float32 [T] of each sample, in the order of ``build_samples``. Raises RoleError when the engine does
+        not answer: nothing else can take its place."""
+        asked = sequences(episodes)
+        answers: dict[int, np.ndarray] = {}
+        async with self._asking:
+            for temperature in sorted({temperature for _, temperature in asked}):
+                places = [i for i, (_, its) in enumerate(asked) if its == temperature]
+                scored = await self._score([asked[i][0] for i in places], temperature, group)
+                answers.update(zip(places, scored, strict=True))
+        return tuple(answers[i] for i in range(len(asked)))
+
+    async def _score(self, token_ids: list[np.ndarray], temperature: float, group: int) -> list[np.ndarray]:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._engine.score(token_ids, temperature=temperature)
+        except TimeoutError:
+            raise RoleError(
+                f"waited {self._deadline_s:g} s for {self._engine.name} to score group {group}; look at its log, "
+                "raise run.stall_s, or set algo.reference to trainer"
+            ) from None
