@@ -34,6 +34,7 @@ TOP = frozenset(
         "__main__",
         "api",
         "build",
+        "roles",
         "cli",
         "cli_common",
         "demo",
@@ -41,7 +42,6 @@ TOP = frozenset(
         "bench",
         "evaluation",
         "memory",
-        "sizes",
     }
 )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace import build, evaluation
+from headrace import build, evaluation, roles
 from headrace.config import Settings, from_dict
 from headrace.errors import ConfigError
 from headrace.launch.controller_loop import ControllerLoop
@@ -126,7 +126,7 @@ def warm_start(
     directory = build.model_directory(chosen)
     source = build.task_source(chosen, examples)
     renderer = build.Renderer.from_directory(directory)
-    pairs = build.answer_pairs(renderer, [source.task(i) for i in range(len(source))], answer_column)
+    pairs = roles.answer_pairs(renderer, [source.task(i) for i in range(len(source))], answer_column)
     trained = load_model(directory, device=build.device(chosen.model.device))
     losses = run_steps(
         trained, pairs, steps=steps, batch_size=batch_size, learning_rate=learning_rate, seed=seed

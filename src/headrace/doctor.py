@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from headrace import build
+from headrace import build, roles
 from headrace.config import Settings
 from headrace.errors import HeadraceError
 from headrace.types import (
@@ -194,7 +194,7 @@ def _agreement(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     ]
 
     async def sample() -> list[Completion]:
-        engine = build.engine_role(facts["told"])
+        engine = roles.engine_role(facts["told"])
         try:
             return list(await asyncio.gather(*(engine.generate(request) for request in requests)))
         finally:

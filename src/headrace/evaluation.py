@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace import build
+from headrace import build, roles
 from headrace.config import Settings
 from headrace.data.returns import weighted_return
 from headrace.protocols import Engine, Environment, Scorer
@@ -136,7 +136,7 @@ async def run(
     directory = build.model_directory(settings)
     renderer = build.Renderer.from_directory(directory)
     source = build.task_source(settings, tasks)
-    engine = build.engine_role(
+    engine = roles.engine_role(
         {
             "settings": settings.model_dump(mode="json", exclude_none=True),
             "model": str(directory),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kill_tools import Life
 
-from headrace import build, demo
+from headrace import build, demo, roles
 from headrace.config import Settings, from_dict, load, to_toml
 from headrace.observe.jsonl import read_events
 from headrace.runtime.batches import make_batch
@@ -118,7 +118,7 @@ async def trained_again(settings: Settings, run_dir: Path, batches: list[TrainBa
         "fresh": False,
         "threaded": False,
     }
-    trainer = build.trainer_role(told)
+    trainer = roles.trainer_role(told)
     await trainer.load(run_dir / "checkpoints" / "step-00000000")
     for batch in batches:
         await trainer.step(batch)

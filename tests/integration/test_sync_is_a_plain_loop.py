@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from headrace import api, build, demo
+from headrace import api, build, demo, roles
 from headrace.algos.advantages import ADVANTAGES
 from headrace.config import from_dict
 from headrace.data.samples import build_samples
@@ -37,7 +37,7 @@ def plain_loop(settings) -> dict[str, torch.Tensor]:
     sampling = build.sampling(settings, renderer)
     tasks = build.task_source(settings, demo.tasks(64))
     told = {"settings": settings.model_dump(mode="json", exclude_none=True), "model": str(directory)}
-    trainer = build.trainer_role({**told, "segments": f"{directory}/none", "fresh": True, "threaded": False})
+    trainer = roles.trainer_role({**told, "segments": f"{directory}/none", "fresh": True, "threaded": False})
     core = trainer._core
     engine = torch_engine(
         load_model(directory),

@@ -48,8 +48,7 @@ def plan_memory(
     settings = load(run_file, overrides or ())
     kind = _kind(settings, device_memory)
     device_bytes = program.memory_of(kind) if device_memory is None else round(device_memory * 1e9)
-    dtype = getattr(torch, build.dtype(settings, kind))
-    model = examine(_configuration(settings, shape), dtype, build.lora(settings))
+    model = examine(_configuration(settings, shape), getattr(torch, build.dtype(settings, kind)))
     planned = program.plan_memory(settings, model, kind=kind, device_bytes=device_bytes)
     found = program.remedies(settings, model, planned, kind=kind) if planned.crowded else []
     console = Console(highlight=False)

@@ -25,8 +25,6 @@ from headrace.memory.architecture import Architecture
 from headrace.memory.engine import EnginePlan, engine_bytes
 from headrace.memory.trainer import TrainerPlan, trainer_bytes
 from headrace.memory.uses import Purpose, Use, total
-from headrace.sizes import memory_share, reference_settings
-from headrace.sizes import row_tokens as row_tokens_of
 
 CONTEXT_BYTES = 600_000_000
 """An allowance for what CUDA and its libraries take for each process on a GPU besides tensors."""
@@ -103,7 +101,7 @@ def plan_memory(settings: Settings, model: Architecture, *, kind: str, device_by
     engine = engine_bytes(model, _engine_plan(settings, settings.engine, kind), device_bytes=device_bytes)
     engines = {f"engine-{i}": engine for i in range(settings.engine.count)}
     if settings.algo.reference == "engine":
-        scoring = _engine_plan(settings, reference_settings(settings, model.context_tokens), kind)
+        scoring = _engine_plan(settings, build.reference_settings(settings, model.context_tokens), kind)
         scoring = replace(scoring, scored_tokens=scoring.prefill_tokens)
         engines["reference"] = engine_bytes(model, scoring, device_bytes=device_bytes)
     uses = [
@@ -111,7 +109,7 @@ def plan_memory(settings: Settings, model: Architecture, *, kind: str, device_by
         for name, taken in engines.items()
         for purpose, num_bytes in {**taken.device, "process": process}.items()
     ]
-    row_tokens = max(row_tokens_of(settings, kind), settings.rollout.max_tokens)
+    row_tokens = max(build.row_tokens(settings, kind), settings.rollout.max_tokens)
     asked = TrainerPlan(
         dtype=dtype,
         on_gpu=on_gpu,
@@ -144,19 +142,6 @@ def plan_memory(settings: Settings, model: Architecture, *, kind: str, device_by
         layers_recomputed=recomputed,
         num_layers=model.num_layers,
         on_gpu=on_gpu,
-    )
-
-
-def _engine_plan(settings: Settings, engine: EngineSettings, kind: str) -> EnginePlan:
-    max_running, prefill_tokens = usual_sizes(kind, engine.max_running, engine.prefill_tokens)
-    return EnginePlan(
-        dtype=_DTYPES[build.dtype(settings, kind)],
-        on_gpu=kind == "cuda",
-        max_running=max_running,
-        prefill_tokens=prefill_tokens,
-        block_size=engine.block_size,
-        kv_tokens=engine.kv_tokens,
-        memory_share=memory_share(settings, beside_trainer=True),
     )
 
 
@@ -193,13 +178,26 @@ def memory_of(kind: str) -> int:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
+def _engine_plan(settings: Settings, engine: EngineSettings, kind: str) -> EnginePlan:
+    max_running, prefill_tokens = usual_sizes(kind, engine.max_running, engine.prefill_tokens)
+    return EnginePlan(
+        dtype=_DTYPES[build.dtype(settings, kind)],
+        on_gpu=kind == "cuda",
+        max_running=max_running,
+        prefill_tokens=prefill_tokens,
+        block_size=engine.block_size,
+        kv_tokens=engine.kv_tokens,
+        memory_share=build.memory_share(settings, beside_trainer=True),
+    )
+
+
 def _published(
     settings: Settings, model: Architecture, kind: str, name: str, place: str, dtype: torch.dtype
 ) -> list[Use]:
     """The version that engines read from, and what the next difference is taken against."""
     route = build.route(settings, kind)
     published: Purpose = "published weights"
-    size = model.num_published_weights * dtype.itemsize
+    size = model.num_weights * dtype.itemsize
     where = HOST if route.transport == "shared_memory" else place
     uses = [] if route.transport == "files" else [Use(name, where, published, size)]
     return [*uses, Use(name, place, published, size)] if route.bundle == "delta" else uses
@@ -225,7 +223,7 @@ def remedies(settings: Settings, model: Architecture, plan: MemoryPlan, *, kind:
 
 def _candidates(settings: Settings, plan: MemoryPlan, kind: str) -> Iterator[tuple[str, list[Any]]]:
     if kind == "cuda" and settings.engine.kv_tokens is None:
-        share = memory_share(settings, beside_trainer=True)
+        share = build.memory_share(settings, beside_trainer=True)
         yield "engine.memory_share", [round(share * part, 2) for part in (0.75, 0.5, 0.25)]
     else:
         yield "engine.kv_tokens", [plan.kv_tokens // part for part in (2, 4, 8)]

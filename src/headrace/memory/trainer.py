@@ -56,7 +56,6 @@ def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_b
         hidden_size=model.hidden_size,
         dtype=plan.dtype,
         on_gpu=plan.on_gpu,
-        trained=not model.num_adapter_weights,
     )
     token = model.compiled if plan.on_gpu and plan.compiled else model.eager
     num_recomputed = 0
@@ -79,15 +78,11 @@ def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_b
 
 
 def _alone(model: Architecture, plan: TrainerPlan) -> Bytes:
-    width, adapter = plan.dtype.itemsize, model.num_adapter_weights
-    num = adapter or model.num_weights
+    num, width = model.num_weights, plan.dtype.itemsize
     held: Bytes = {"weights, float32": 4 * num, "gradients": 4 * num, "moments": 8 * num}
     if plan.dtype != torch.float32:
-        held["weights, computed with"] = width * (model.num_weights + adapter)
-    elif adapter:
-        # The model as it is, which also is the reference.
-        held["weights, computed with"] = width * model.num_weights
-    if plan.with_reference and not adapter:
+        held["weights, computed with"] = width * num
+    if plan.with_reference:
         held["reference"] = width * num
     return held
 

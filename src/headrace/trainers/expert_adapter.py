@@ -51,7 +51,7 @@ def factors(wrapper: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _nested(module: Any) -> dict[str, Any]:
     """Peft wraps each weight of a module once more."""
     wrappers = {}
-    while hasattr(module, "parameter_name"):
+    while getattr(module, "parameter_name", None) is not None:
         wrappers[module.parameter_name] = module
         module = module.base_layer
     return wrappers

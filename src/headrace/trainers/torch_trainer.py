@@ -96,31 +96,27 @@ class TorchTrainer:
         first has the model's weights and the ``sender``, on the others ``model`` is hollow; groups of
         ``expert_ranks`` divide a mixture's experts. ``offload`` keeps weights and optimizer state in host
         memory, for ranks with a process group. ``compute_dtype`` is what the model is computed and published
-        in. ``lora``: train this adapter and leave the model's own weights alone. ``keep_reference`` False: the
-        reference of a KL term is not computed here, samples bring its log-probabilities. ``max_tokens`` is the
-        constant of aggregation ``seq-mean-token-sum-norm``; ``grad_clip`` None clips nothing. ``share_prefixes``
-        computes a prompt once for all attempts at it (None: on a GPU); ``eager`` compiles nothing, for
-        debugging."""
+        in. ``keep_reference`` False: the reference of a KL term is not kept here, samples bring its
+        log-probabilities. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``;
+        ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt once for all attempts at it
+        (None: on a GPU); ``eager`` compiles nothing, for debugging. ``lora``: train this adapter and leave the
+        model's own weights alone."""
         self.objective = Objective(
-            loss=loss,
-            correction=correction,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=dual_clip,
-            tis_cap=tis_cap,
-            kl=kl,
-            kl_coef=kl_coef,
-        )
+            loss=loss, correction=correction, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
+            tis_cap=tis_cap, kl=kl, kl_coef=kl_coef,
+        )  # fmt: skip
         check_aggregation(aggregation, max_tokens=max_tokens)
         check_schedule(schedule, warmup_steps=warmup_steps, total_steps=total_steps)
         _check_numbers(minibatches, row_tokens, learning_rate, grad_clip)
         self._aggregation, self._max_tokens = aggregation, max_tokens
         self._learning_rate, self._warmup_steps = learning_rate, warmup_steps
         self._schedule, self._total_steps = schedule, total_steps
+        self._keep_reference = keep_reference
         self._grad_clip, self._row_tokens, self._minibatches = grad_clip, row_tokens, minibatches
-        self._on_nonfinite, self._keep_reference = on_nonfinite, keep_reference
+        self._on_nonfinite = on_nonfinite
         self._sender, self.ledger, self._tokenizer_dir = sender, ledger, tokenizer_dir
-        dtype, with_reference = _DTYPES[compute_dtype], self.objective.needs_reference and keep_reference
+        dtype = _DTYPES[compute_dtype]
+        with_reference = self.objective.needs_reference and keep_reference
         self._weights, self._reference = place_weights(
             model, dtype, lora, with_reference, ranks=ranks, expert_ranks=expert_ranks, offload=offload
         )

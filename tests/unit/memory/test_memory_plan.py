@@ -14,7 +14,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
-from headrace import build
 from headrace.bench.shapes import shape_config
 from headrace.cli import app
 from headrace.config import from_dict
@@ -132,23 +131,6 @@ def test_a_reference_of_its_own_is_one_more_process():
     assert bytes_for(plan, "keys and values", "reference") < 0.02 * bytes_for(
         plan, "keys and values", "engine-0"
     )
-
-
-def test_of_an_adapter_only_its_own_weights_are_trained_and_published(tmp_path):
-    peft = pytest.importorskip("peft")
-    real = make_tiny_model(tmp_path, vocab_size=48)
-    settings = from_dict({"lora.rank": 4, "algo.kl": "k3", "algo.kl_coef": 0.1})
-    model = examine(real.config, torch.bfloat16, build.lora(settings))
-    adapted = peft.get_peft_model(
-        real, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
-    num = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
-    assert model.num_adapter_weights == num
-    plan = plan_memory(settings, model, kind="cuda", device_bytes=H200)
-    assert bytes_for(plan, "moments") == 8 * num
-    assert bytes_for(plan, "published weights") == 2 * num
-    assert bytes_for(plan, "weights, computed with") == 2 * (model.num_weights + num)
-    assert bytes_for(plan, "reference") == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,195 @@
+"""Engine and trainer from settings, by the same code in whatever process they run.
+
+In: a plain mapping, since it crossed a process boundary: settings, where the model lies, which role this is. Out: an
+object that speaks its protocol. The weights a role starts with are decided here. Heavy imports happen
+inside the functions that need them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace import build
+from headrace.config import Settings, from_dict
+from headrace.data import tasks as task_sources
+from headrace.data.rendering import Renderer
+from headrace.errors import ConfigError, TaskError
+from headrace.protocols import Engine, Trainer, WeightSender
+from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
+from headrace.weights.transports import TransportReceiver, weight_sender
+
+
+def engine_role(told: Mapping[str, Any]) -> Engine:
+    """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update. A
+    ``reference`` only scores."""
+    build.quieten()
+    from headrace.engines.checks import context_tokens
+    from headrace.engines.driver import EngineDriver
+    from headrace.engines.make import torch_engine
+    from headrace.models.loading import load_model
+
+    ledger, name = TimeLedger(ENGINE_ACTIVITIES), told.get("name", "engine-0")
+    settings = from_dict(told["settings"], training=False)
+    model = load_model(told["model"], dtype=build.dtype(settings), device=build.device(settings.model.device))
+    e = settings.engine
+    if told.get("reference"):
+        e = build.reference_settings(settings, context_tokens(model.config.get_text_config()))
+    core = torch_engine(
+        model,
+        ledger=ledger,
+        version=told["version"],
+        max_running=e.max_running,
+        block_size=e.block_size,
+        kv_tokens=e.kv_tokens,
+        prefill_tokens=e.prefill_tokens,
+        compiled=not settings.model.eager,
+        memory_share=build.memory_share(settings, beside_trainer="segments" in told),
+        lora=build.lora(settings) if "segments" in told else None,
+        progress=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
+    )
+    return EngineDriver(
+        core, name=name, receiver=TransportReceiver(), ledger=ledger, threaded=told.get("threaded", False)
+    )
+
+
+def trainer_role(told: Mapping[str, Any]) -> Trainer:
+    """A trainer with the model's own weights, or warm-started ones where the run begins; ``rank``, where it is
+    told, makes it one of ``trainer.ranks``."""
+    build.quieten()
+    from headrace.trainers.driver import TrainerDriver
+    from headrace.trainers.ranks import ALONE
+    from headrace.trainers.torch_trainer import TorchTrainer
+
+    ledger = TimeLedger(TRAINER_ACTIVITIES)
+    settings = from_dict(told["settings"])
+    t, a, place = settings.trainer, settings.algo, build.device(settings.model.device)
+    ranks = ALONE if t.ranks == 1 and not t.offload else _join_ranks(told, settings, place)
+    model = _trained_model(told, settings, first=ranks.is_first, device="cpu" if ranks.device else place)
+    core = TorchTrainer(
+        model,
+        sender=_sender(settings, told, model) if ranks.is_first else None,
+        ledger=ledger,
+        ranks=ranks,
+        expert_ranks=t.expert_ranks,
+        offload=t.offload,
+        tokenizer_dir=Path(told["model"]),
+        loss=a.loss,
+        aggregation=a.aggregation,
+        max_tokens=settings.rollout.max_tokens,
+        clip_low=a.clip_low,
+        clip_high=a.clip_high,
+        correction=a.correction,
+        tis_cap=a.tis_cap,
+        kl=a.kl,
+        kl_coef=a.kl_coef,
+        keep_reference=a.reference == "trainer",
+        balance_coef=a.balance_coef,
+        learning_rate=t.learning_rate,
+        betas=t.betas,
+        weight_decay=t.weight_decay,
+        grad_clip=t.grad_clip,
+        warmup_steps=t.warmup_steps,
+        schedule=t.schedule,
+        total_steps=settings.run.steps,
+        row_tokens=build.row_tokens(settings, place),
+        minibatches=t.minibatches,
+        on_nonfinite=t.on_nonfinite,
+        compute_dtype="bf16" if build.dtype(settings) == "bfloat16" else "fp32",
+        eager=settings.model.eager,
+        lora=build.lora(settings),
+    )
+    return TrainerDriver(core, threaded=told["threaded"], role=told.get("name", "trainer"))
+
+
+def _join_ranks(told: Mapping[str, Any], settings: Settings, place: str) -> Any:
+    import torch
+
+    from headrace.trainers.ranks import join_ranks
+
+    size = settings.trainer.ranks
+    if place == "cuda" and size > torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.ranks is {size}, but there are {torch.cuda.device_count()} GPUs: set it to at most that"
+        )
+    return join_ranks(
+        told.get("rank", 0),
+        size,
+        device=place,
+        meeting_point=Path(told["segments"]).parent / "ranks",
+        deadline_s=settings.run.stall_s,
+    )
+
+
+def _trained_model(told: Mapping[str, Any], settings: Settings, *, first: bool, device: str) -> Any:
+    """Ranks after the first are sent their weights by it."""
+    from headrace.models.loading import hollow_model, load_model
+
+    if not first:
+        return hollow_model(told["model"])
+    # What an adapter leaves alone is never trained, so it needs no float32 copy.
+    model = load_model(
+        told["model"], device=device, **({"dtype": build.dtype(settings)} if settings.lora.rank else {})
+    )
+    # What an adapter's checkpoint says it belongs to: a path that holds from anywhere, or the hub's name.
+    named = str(settings.model.path)
+    model.name_or_path = str(Path(named).absolute()) if Path(named).is_dir() else named
+    if settings.warm_start.examples is not None and told["fresh"]:
+        _warm_start(model, settings, Path(told["model"]))
+    return model
+
+
+def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSender:
+    from headrace.models.checkpoint_names import CheckpointNamed
+
+    way = build.route(settings)
+    sender = weight_sender(
+        way,
+        segments=Path(told["segments"]),
+        folder=Path(told.get("folder", told["segments"])),
+        num_receivers=settings.engine.count,
+        # Before the engines' own deadline, which ends the run: a broadcast that failed can be made good.
+        deadline_s=settings.weights.deadline_s / 2,
+    )
+    return CheckpointNamed(sender, model) if way.transport == "files" else sender
+
+
+def _warm_start(model: Any, settings: Settings, directory: Path) -> None:
+    from headrace.trainers.warm_start import warm_start
+
+    w = settings.warm_start
+    assert w.examples is not None
+    renderer = Renderer.from_directory(directory)
+    source = task_sources.from_jsonl(
+        w.examples,
+        prompt_column=settings.tasks.prompt_column,
+        system_prompt=settings.tasks.system_prompt,
+        shuffle=False,
+    )
+    examples = [source.task(i) for i in range(len(source))]
+    warm_start(
+        model,
+        answer_pairs(renderer, examples, w.answer_column),
+        steps=w.steps,
+        batch_size=w.batch_size,
+        learning_rate=w.learning_rate,
+        seed=settings.run.seed,
+    )
+
+
+def answer_pairs(renderer: Renderer, examples: Sequence[Any], column: str) -> list[tuple[Any, Any]]:
+    """(prompt ids, answer ids with the end token) of example tasks."""
+    import numpy as np
+
+    pairs = []
+    for task in examples:
+        if column not in task.columns:
+            raise TaskError(
+                f"warm_start.answer_column: task {task.id} has no column {column!r} "
+                f"(it has: {', '.join(task.columns) or 'none'})"
+            )
+        answer = renderer.encode(str(task.columns[column]))
+        pairs.append((renderer.prompt_ids(task), np.append(answer, renderer.stop_ids[0]).astype(np.int32)))
+    return pairs
