@@ -137,7 +137,8 @@ def _context(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
 
     kind = build.device(settings.model.device)
     dtype = getattr(torch, build.dtype(settings, kind))
-    model = examine_sizes(AutoConfig.from_pretrained(facts["told"]["model"]), dtype)
+    config = AutoConfig.from_pretrained(facts["told"]["model"])
+    model = examine_sizes(config, dtype, build.lora(settings))
     longest = longest_sequence(settings, model, kind=kind, device_bytes=memory_of(kind))
     wanted = min(facts["longest_prompt"] + settings.rollout.max_tokens, model.context_tokens)
     fine = longest >= wanted

@@ -303,6 +303,10 @@ def test_syntax_error_names_the_line(tmp_path):
         (["algo.kl=k3"], ["algo.kl ", "algo.kl_coef"]),
         (["algo.reference=engine"], ["algo.reference", "algo.kl = none"]),
         (
+            ["algo.reference=engine", "algo.kl=k3", "algo.kl_coef=0.1", "lora.rank=4"],
+            ["lora.rank", "algo.reference = trainer"],
+        ),
+        (
             [
                 *("algo.reference=engine", "algo.kl=k3", "algo.kl_coef=0.1"),
                 *("warm_start.examples=a.jsonl", "warm_start.steps=1"),

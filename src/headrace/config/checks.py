@@ -180,6 +180,11 @@ def _lora(s: Settings) -> Iterator[str]:
         )
     if s.lora.rank == 0 and (s.lora.dora or s.lora.alpha is not None or s.lora.targets != ("all-linear",)):
         yield "lora.rank is 0, which trains the whole model, so the other lora settings do nothing: set it above 0."
+    if s.lora.rank > 0 and s.algo.reference == "engine":
+        yield (
+            f"lora.rank is {s.lora.rank}, whose model without the adapter already is the reference at no cost: set "
+            "algo.reference = trainer."
+        )
     if s.lora.rank > 0 and not s.lora.targets:
         yield 'lora.targets names no layer: set it to "all-linear", or to the last parts of layer names.'
 

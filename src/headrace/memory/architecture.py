@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 from headrace.engines.checks import context_tokens
 from headrace.engines.device_model import LayerShape
 from headrace.errors import ModelError
+from headrace.models.lora import LoraSpec, target_experts, target_linears
 from headrace.models.packed_attention import (
     PACKED_ATTENTION,
     build_layout,
@@ -65,6 +66,12 @@ class Architecture:
     context_tokens: int
     compiled: TokenBytes
     eager: TokenBytes
+    num_adapter_weights: int = 0
+    """Of the adapter that is trained; 0: the model itself is."""
+
+    @property
+    def num_published_weights(self) -> int:
+        return self.num_adapter_weights or self.num_weights
 
     @property
     def num_layers(self) -> int:
@@ -76,8 +83,9 @@ class Architecture:
         return self.num_weights - self.num_layers * self.num_layer_weights
 
 
-def examine(config: PretrainedConfig, dtype: torch.dtype) -> Architecture:
-    """The sizes of the model this configuration describes, computed in ``dtype``."""
+def examine(config: PretrainedConfig, dtype: torch.dtype, lora: LoraSpec | None = None) -> Architecture:
+    """The sizes of the model this configuration describes, computed in ``dtype``, with an adapter where one is
+    trained."""
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()
@@ -90,6 +98,8 @@ def examine(config: PretrainedConfig, dtype: torch.dtype) -> Architecture:
         for module in expert_modules(model).values():
             module.forward = _without_values
         attention, compiled, eager = _token_bytes(model)
+        num_adapter, num_between = (0, 0) if lora is None else _adapter(model, lora)
+        between = num_between * dtype.itemsize
         return Architecture(
             name=type(model).__name__,
             num_weights=_num_weights(model),
@@ -98,9 +108,23 @@ def examine(config: PretrainedConfig, dtype: torch.dtype) -> Architecture:
             hidden_size=head.weight.shape[1],
             attention=attention,
             context_tokens=context_tokens(text),
-            compiled=compiled,
-            eager=eager,
+            compiled=replace(compiled, layers=compiled.layers + between),
+            eager=replace(eager, layers=eager.layers + between),
+            num_adapter_weights=num_adapter,
         )
+
+
+def _adapter(model: PreTrainedModel, lora: LoraSpec) -> tuple[int, int]:
+    """Weights of an adapter, and the numbers a token has between its two products, in all layers."""
+    linears = [model.get_submodule(name) for name in target_linears(model, lora.targets)]
+    shapes = [
+        (linear.in_features, linear.out_features) for linear in linears if isinstance(linear, nn.Linear)
+    ]
+    fused = [model.get_parameter(name).shape for name in target_experts(model, lora.targets, dora=lora.dora)]
+    num_weights = sum(lora.rank * (before + after) + lora.dora * after for before, after in shapes)
+    num_weights += sum(count * lora.rank * (rows + columns) for count, rows, columns in fused)
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
+    return num_weights, lora.rank * (len(shapes) + chosen * len(fused))
 
 
 def _num_weights(module: nn.Module) -> int:

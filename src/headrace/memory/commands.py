@@ -48,7 +48,8 @@ def plan_memory(
     settings = load(run_file, overrides or ())
     kind = _kind(settings, device_memory)
     device_bytes = program.memory_of(kind) if device_memory is None else round(device_memory * 1e9)
-    model = examine(_configuration(settings, shape), getattr(torch, build.dtype(settings, kind)))
+    dtype = getattr(torch, build.dtype(settings, kind))
+    model = examine(_configuration(settings, shape), dtype, build.lora(settings))
     planned = program.plan_memory(settings, model, kind=kind, device_bytes=device_bytes)
     found = program.remedies(settings, model, planned, kind=kind) if planned.crowded else []
     console = Console(highlight=False)

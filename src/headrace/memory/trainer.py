@@ -56,6 +56,7 @@ def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_b
         hidden_size=model.hidden_size,
         dtype=plan.dtype,
         on_gpu=plan.on_gpu,
+        trained=not model.num_adapter_weights,
     )
     token = model.compiled if plan.on_gpu and plan.compiled else model.eager
     num_recomputed = 0
@@ -78,11 +79,15 @@ def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_b
 
 
 def _alone(model: Architecture, plan: TrainerPlan) -> Bytes:
-    num, width = model.num_weights, plan.dtype.itemsize
+    width, adapter = plan.dtype.itemsize, model.num_adapter_weights
+    num = adapter or model.num_weights
     held: Bytes = {"weights, float32": 4 * num, "gradients": 4 * num, "moments": 8 * num}
     if plan.dtype != torch.float32:
-        held["weights, computed with"] = width * num
-    if plan.with_reference:
+        held["weights, computed with"] = width * (model.num_weights + adapter)
+    elif adapter:
+        held["weights, computed with"] = width * model.num_weights
+    # A model without its adapter is the reference already.
+    if plan.with_reference and not adapter:
         held["reference"] = width * num
     return held
 

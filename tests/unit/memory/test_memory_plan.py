@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
+from headrace import build
 from headrace.bench.shapes import shape_config
 from headrace.cli import app
 from headrace.config import from_dict
@@ -29,6 +30,7 @@ from headrace.memory.plan import (
 from headrace.memory.trainer import TrainerPlan, trainer_bytes
 from headrace.memory.uses import total
 from headrace.models.loading import make_tiny_model
+from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.blocks import bytes_of_a_step
 
 H200 = 150_000_000_000
@@ -131,6 +133,25 @@ def test_a_reference_of_its_own_is_one_more_process():
     assert bytes_for(plan, "keys and values", "reference") < 0.02 * bytes_for(
         plan, "keys and values", "engine-0"
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("llama", ("all-linear",)), ("qwen2", ("q_proj", "down_proj")), ("qwen3_moe", ("q_proj", "experts"))],
+)
+def test_of_an_adapter_only_its_own_weights_are_trained_and_published(tmp_path, family, targets):
+    pytest.importorskip("peft")
+    real = make_tiny_model(tmp_path, family=family, vocab_size=48)
+    settings = from_dict({"lora.rank": 4, "lora.targets": targets, "algo.kl": "k3", "algo.kl_coef": 0.1})
+    model = examine(real.config, torch.bfloat16, build.lora(settings))
+    trained = AdapterWeights(real, torch.float32, build.lora(settings)).model
+    num = sum(parameter.numel() for parameter in trained.parameters())
+    assert model.num_adapter_weights == num
+    plan = plan_memory(settings, model, kind="cuda", device_bytes=H200)
+    assert bytes_for(plan, "moments") == 8 * num
+    assert bytes_for(plan, "published weights") == 2 * num
+    assert bytes_for(plan, "weights, computed with") == 2 * (model.num_weights + num)
+    assert bytes_for(plan, "reference") == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
