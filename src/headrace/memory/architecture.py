@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 from headrace.engines.checks import context_tokens
 from headrace.engines.device_model import LayerShape
 from headrace.errors import ModelError
+from headrace.models.lora import LoraSpec, target_experts, target_linears
 from headrace.models.packed_attention import (
     PACKED_ATTENTION,
     build_layout,
@@ -65,6 +66,8 @@ class Architecture:
     context_tokens: int
     compiled: TokenBytes
     eager: TokenBytes
+    num_adapter_weights: int = 0
+    """Of the adapter that is trained instead; 0: the model itself is."""
 
     @property
     def num_layers(self) -> int:
@@ -76,8 +79,9 @@ class Architecture:
         return self.num_weights - self.num_layers * self.num_layer_weights
 
 
-def examine(config: PretrainedConfig, dtype: torch.dtype) -> Architecture:
-    """The sizes of the model this configuration describes, computed in ``dtype``."""
+def examine(config: PretrainedConfig, dtype: torch.dtype, lora: LoraSpec | None = None) -> Architecture:
+    """The sizes of the model this configuration describes, computed in ``dtype``, and of the adapter that is
+    trained for it."""
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()
@@ -100,7 +104,16 @@ def examine(config: PretrainedConfig, dtype: torch.dtype) -> Architecture:
             context_tokens=context_tokens(text),
             compiled=compiled,
             eager=eager,
+            num_adapter_weights=0 if lora is None else _adapter_weights(model, lora),
         )
+
+
+def _adapter_weights(model: PreTrainedModel, lora: LoraSpec) -> int:
+    linears = [model.get_submodule(name) for name in target_linears(model, lora.targets)]
+    experts = [model.get_parameter(name) for name in target_experts(model, lora.targets, dora=lora.dora)]
+    shapes = [(1, *linear.weight.shape) for linear in linears if isinstance(linear, nn.Linear)]
+    shapes += [tuple(weight.shape) for weight in experts]
+    return sum(count * (lora.rank * (rows + columns) + rows * lora.dora) for count, rows, columns in shapes)
 
 
 def _num_weights(module: nn.Module) -> int:

@@ -56,6 +56,7 @@ def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_b
         hidden_size=model.hidden_size,
         dtype=plan.dtype,
         on_gpu=plan.on_gpu,
+        trained=not model.num_adapter_weights,
     )
     token = model.compiled if plan.on_gpu and plan.compiled else model.eager
     num_recomputed = 0
@@ -79,6 +80,14 @@ def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_b
 
 def _alone(model: Architecture, plan: TrainerPlan) -> Bytes:
     num, width = model.num_weights, plan.dtype.itemsize
+    if trained := model.num_adapter_weights:
+        # The model is frozen in the dtype it is computed in, and without the adapter it is the reference.
+        return {
+            "weights, computed with": width * (num + trained),
+            "weights, float32": 4 * trained,
+            "gradients": 4 * trained,
+            "moments": 8 * trained,
+        }
     held: Bytes = {"weights, float32": 4 * num, "gradients": 4 * num, "moments": 8 * num}
     if plan.dtype != torch.float32:
         held["weights, computed with"] = width * num
