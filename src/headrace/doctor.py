@@ -130,15 +130,14 @@ def _tasks(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
 def _context(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     """A sequence is never divided among devices, so memory bounds its length."""
     import torch
-    from transformers import AutoConfig
 
     from headrace.memory.architecture import examine as examine_sizes
     from headrace.memory.plan import longest_sequence, memory_of
+    from headrace.models.loading import load_config
 
     kind = build.device(settings.model.device)
     dtype = getattr(torch, build.dtype(settings, kind))
-    config = AutoConfig.from_pretrained(facts["told"]["model"])
-    model = examine_sizes(config, dtype, build.lora(settings))
+    model = examine_sizes(load_config(facts["told"]["model"]), dtype, build.lora(settings))
     longest = longest_sequence(settings, model, kind=kind, device_bytes=memory_of(kind))
     wanted = min(facts["longest_prompt"] + settings.rollout.max_tokens, model.context_tokens)
     fine = longest >= wanted

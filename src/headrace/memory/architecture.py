@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,11 +67,7 @@ class Architecture:
     compiled: TokenBytes
     eager: TokenBytes
     num_adapter_weights: int = 0
-    """Of the adapter that is trained; 0: the model itself is."""
-
-    @property
-    def num_published_weights(self) -> int:
-        return self.num_adapter_weights or self.num_weights
+    """Of the adapter that is trained instead; 0: the model itself is."""
 
     @property
     def num_layers(self) -> int:
@@ -84,8 +80,8 @@ class Architecture:
 
 
 def examine(config: PretrainedConfig, dtype: torch.dtype, lora: LoraSpec | None = None) -> Architecture:
-    """The sizes of the model this configuration describes, computed in ``dtype``, with an adapter where one is
-    trained."""
+    """The sizes of the model this configuration describes, computed in ``dtype``, and of the adapter that is
+    trained for it."""
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()
@@ -98,8 +94,6 @@ def examine(config: PretrainedConfig, dtype: torch.dtype, lora: LoraSpec | None 
         for module in expert_modules(model).values():
             module.forward = _without_values
         attention, compiled, eager = _token_bytes(model)
-        num_adapter, num_between = (0, 0) if lora is None else _adapter(model, lora)
-        between = num_between * dtype.itemsize
         return Architecture(
             name=type(model).__name__,
             num_weights=_num_weights(model),
@@ -108,23 +102,18 @@ def examine(config: PretrainedConfig, dtype: torch.dtype, lora: LoraSpec | None 
             hidden_size=head.weight.shape[1],
             attention=attention,
             context_tokens=context_tokens(text),
-            compiled=replace(compiled, layers=compiled.layers + between),
-            eager=replace(eager, layers=eager.layers + between),
-            num_adapter_weights=num_adapter,
+            compiled=compiled,
+            eager=eager,
+            num_adapter_weights=0 if lora is None else _adapter_weights(model, lora),
         )
 
 
-def _adapter(model: PreTrainedModel, lora: LoraSpec) -> tuple[int, int]:
-    """Weights of an adapter, and the numbers a token has between its two products, in all layers."""
+def _adapter_weights(model: PreTrainedModel, lora: LoraSpec) -> int:
     linears = [model.get_submodule(name) for name in target_linears(model, lora.targets)]
-    shapes = [
-        (linear.in_features, linear.out_features) for linear in linears if isinstance(linear, nn.Linear)
-    ]
-    fused = [model.get_parameter(name).shape for name in target_experts(model, lora.targets, dora=lora.dora)]
-    num_weights = sum(lora.rank * (before + after) + lora.dora * after for before, after in shapes)
-    num_weights += sum(count * lora.rank * (rows + columns) for count, rows, columns in fused)
-    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
-    return num_weights, lora.rank * (len(shapes) + chosen * len(fused))
+    experts = [model.get_parameter(name) for name in target_experts(model, lora.targets, dora=lora.dora)]
+    shapes = [(1, *linear.weight.shape) for linear in linears if isinstance(linear, nn.Linear)]
+    shapes += [tuple(weight.shape) for weight in experts]
+    return sum(count * (lora.rank * (rows + columns) + rows * lora.dora) for count, rows, columns in shapes)
 
 
 def _num_weights(module: nn.Module) -> int:

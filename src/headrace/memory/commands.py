@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +9,6 @@ from rich.console import Console
 
 from headrace.cli_common import JsonFile, Overrides, RunFile, Traceback, write_json
 from headrace.config import Settings, load, require
-from headrace.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,8 +46,9 @@ def plan_memory(
     settings = load(run_file, overrides or ())
     kind = _kind(settings, device_memory)
     device_bytes = program.memory_of(kind) if device_memory is None else round(device_memory * 1e9)
-    dtype = getattr(torch, build.dtype(settings, kind))
-    model = examine(_configuration(settings, shape), dtype, build.lora(settings))
+    model = examine(
+        _configuration(settings, shape), getattr(torch, build.dtype(settings, kind)), build.lora(settings)
+    )
     planned = program.plan_memory(settings, model, kind=kind, device_bytes=device_bytes)
     found = program.remedies(settings, model, planned, kind=kind) if planned.crowded else []
     console = Console(highlight=False)
@@ -76,17 +75,7 @@ def _configuration(settings: Settings, shape: str | None) -> PretrainedConfig:
         from headrace.bench.shapes import shape_config
 
         return shape_config(shape)
-    from transformers import AutoConfig
+    from headrace.models.loading import load_config
 
     require(settings, "model.path")
-    path = str(settings.model.path)
-    if not Path(path).is_dir() and (Path(path).is_absolute() or path.startswith(".")):
-        raise ModelError(f"model.path: {path} does not exist; check the path")
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(
-            f"model.path: {path} has no configuration that can be read ({reason}); give a directory in Hugging Face "
-            "format, a hub name, or --shape"
-        ) from error
+    return load_config(str(settings.model.path))

@@ -197,7 +197,7 @@ def _published(
     """The version that engines read from, and what the next difference is taken against."""
     route = build.route(settings, kind)
     published: Purpose = "published weights"
-    size = model.num_published_weights * dtype.itemsize
+    size = (model.num_adapter_weights or model.num_weights) * dtype.itemsize
     where = HOST if route.transport == "shared_memory" else place
     uses = [] if route.transport == "files" else [Use(name, where, published, size)]
     return [*uses, Use(name, place, published, size)] if route.bundle == "delta" else uses

@@ -79,15 +79,19 @@ def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_b
 
 
 def _alone(model: Architecture, plan: TrainerPlan) -> Bytes:
-    width, adapter = plan.dtype.itemsize, model.num_adapter_weights
-    num = adapter or model.num_weights
+    num, width = model.num_weights, plan.dtype.itemsize
+    if trained := model.num_adapter_weights:
+        # The model is frozen in the dtype it is computed in, and without the adapter it is the reference.
+        return {
+            "weights, computed with": width * (num + trained),
+            "weights, float32": 4 * trained,
+            "gradients": 4 * trained,
+            "moments": 8 * trained,
+        }
     held: Bytes = {"weights, float32": 4 * num, "gradients": 4 * num, "moments": 8 * num}
     if plan.dtype != torch.float32:
-        held["weights, computed with"] = width * (model.num_weights + adapter)
-    elif adapter:
-        held["weights, computed with"] = width * model.num_weights
-    # A model without its adapter is the reference already.
-    if plan.with_reference and not adapter:
+        held["weights, computed with"] = width * num
+    if plan.with_reference:
         held["reference"] = width * num
     return held
 

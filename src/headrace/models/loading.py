@@ -47,13 +47,35 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
     return model.to(device).eval()
 
 
-def _merged(directory: Path, *, dtype: str, device: str) -> PreTrainedModel:
-    """The model an adapter was trained on, with the adapter in its weights."""
+def load_config(path: str | Path) -> PretrainedConfig:
+    """The configuration of the model saved under ``path``, or of the one an adapter there was trained on."""
+    directory = Path(path)
+    if (directory / ADAPTER_CONFIG).is_file():
+        return load_config(_base_of(directory))
+    if not directory.exists() and (directory.is_absolute() or str(path).startswith(".")):
+        raise ModelError(f"model {str(path)!r} does not exist; point at a saved Hugging Face model.")
+    try:
+        return AutoConfig.from_pretrained(str(path))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"model {str(path)!r} has no configuration that can be read ({reason}); give a directory written by "
+            "save_pretrained, or a hub name."
+        ) from error
+
+
+def _base_of(directory: Path) -> str:
     base = json.loads((directory / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
     if not base:
         raise ModelError(
             f"adapter {str(directory)!r} does not name its model; write base_model_name_or_path into {ADAPTER_CONFIG}."
         )
+    return str(base)
+
+
+def _merged(directory: Path, *, dtype: str, device: str) -> PreTrainedModel:
+    """The model an adapter was trained on, with the adapter in its weights."""
+    base = _base_of(directory)
     try:
         from peft import PeftModel
     except ImportError as error:

@@ -2,8 +2,8 @@
 
 In: a model in which peft wraps the experts' fused weights. Out: the same model, whose experts compute the adapter's
 part beside each product, as an engine does. Peft's own forward adds B @ A to the weights of all experts in every pass:
-a copy of all experts and a gradient as large, a sum rounded to the dtype of the weights, and code that cannot be
-compiled. Peft keeps the tensors, their names and files.
+a copy of all experts and a gradient as large, a sum rounded to the dtype of the weights, and modules changed in the
+middle of a forward, which breaks compiled code. Peft keeps the tensors, their names and files.
 
 Shape legend: T tokens, K experts a token, P pairs of token and expert, E experts, R rank, H hidden size, I inputs and
 O outputs of a product.

@@ -30,6 +30,7 @@ from headrace.memory.plan import (
 from headrace.memory.trainer import TrainerPlan, trainer_bytes
 from headrace.memory.uses import total
 from headrace.models.loading import make_tiny_model
+from headrace.models.lora import LoraSpec
 from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.blocks import bytes_of_a_step
 
@@ -231,3 +232,14 @@ def test_a_trainer_on_a_cpu_takes_what_the_plan_says(tmp_path, row_tokens):
         check=True,
     )
     assert int(done.stdout.split()[-1]) == pytest.approx(planned, rel=0.1)
+
+
+def test_an_adapter_leaves_the_model_without_masters_gradients_and_moments():
+    settings = from_dict({"lora.rank": 16, "model.device": "cuda"})
+    model = examine(shape_config("qwen2-1.5b"), torch.bfloat16, LoraSpec(rank=16, alpha=32.0))
+    # Seven projections in each of 28 layers, a row and a column for each of 16 ranks.
+    assert model.num_adapter_weights == 28 * 16 * (3072 + 2 * 1792 + 3072 + 3 * 10496)
+    plan = plan_memory(settings, model, kind="cuda", device_bytes=H200)
+    assert bytes_for(plan, "moments") == 8 * model.num_adapter_weights
+    assert bytes_for(plan, "weights, computed with") == 2 * (model.num_weights + model.num_adapter_weights)
+    assert bytes_for(plan, "published weights") == 2 * model.num_adapter_weights
