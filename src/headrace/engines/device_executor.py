@@ -13,7 +13,7 @@ Shape legend: T rows of a pass, R rows that are sampled, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,14 +24,12 @@ from headrace.engines.decode_batches import DecodeBatches
 from headrace.engines.device_passes import DrawInputs, Piece, upload
 from headrace.engines.device_setup import DeviceLimits, prepare
 from headrace.engines.executor import score_in_chunks
+from headrace.engines.held_weights import HeldWeights
 from headrace.engines.sampler import Drawn
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
 from headrace.engines.truncated_draws import KeptSets, cut_rows, kept_sets, to_host
-from headrace.models.checkpoint_names import Weights
 from headrace.models.lora import LoraSpec
-from headrace.models.tensors import blobs_of, load_into
-from headrace.types import TensorBlob, TensorPatch
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
 
@@ -91,9 +89,7 @@ class DeviceExecutor:
         prepared = prepare(model, limits, compiled=compiled, progress=progress)
         self.num_blocks, self.limit_tokens = prepared.num_blocks, prepared.limit_tokens
         self.table = SlotTable(max_running, block_size)
-        self._weights = Weights(model)
-        self._bank = prepared.bank
-        self.num_adapters = 0 if prepared.bank is None else num_adapters
+        self.held = HeldWeights(model, prepared.bank)
         self._num_changes_told = -1
         self._device = model.device
         self._reading = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
@@ -115,7 +111,7 @@ class DeviceExecutor:
 
     def launch(self, work: Work) -> DeviceFlight:
         table = self.table
-        if self.num_adapters and self._num_changes_told != table.num_changes:
+        if self.held.num_adapters and self._num_changes_told != table.num_changes:
             self._passes.adapters_are(table.adapter)
             self._num_changes_told = table.num_changes
         last = [i for i, chunk in enumerate(work.chunks) if chunk.stop == table.length[chunk.sequence.slot]]
@@ -142,21 +138,6 @@ class DeviceExecutor:
             return self._passes.all_logits([Piece(slot, start, token_ids[start:stop], table, adapter)])
 
         return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
-
-    def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
-        arrived = list(updates)
-        load_into(self._weights.called(update.name for update in arrived), arrived)
-
-    def weights(self, names: Iterable[str]) -> Iterator[TensorBlob]:
-        return blobs_of(self._weights.called(names))
-
-    def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
-        assert self._bank is not None, "an executor without room for adapters is given none"
-        self._bank.load(adapter, updates)
-
-    def adapter_weights(self, adapter: int) -> Iterator[TensorBlob]:
-        assert self._bank is not None, "an executor without room for adapters has none"
-        return blobs_of(self._bank.tensors(adapter))
 
     def _bring_known_tokens(self, slots: np.ndarray) -> None:
         """A row whose token is booked may never have drawn here: the last row of a prompt, for one."""

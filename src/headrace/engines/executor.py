@@ -8,16 +8,16 @@ and the engine launches the next pass before it asks for the drawn tokens of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from headrace.engines.held_weights import HeldWeights
 from headrace.engines.sampler import Drawn
 from headrace.engines.scheduler import Work
 from headrace.engines.sequences import SlotTable
-from headrace.types import TensorBlob, TensorPatch
 
 
 def score_in_chunks(
@@ -60,8 +60,8 @@ class Executor(Protocol):
     """Tokens a sequence may have."""
     pipelined: bool
     """Whether ``launch`` returns before the pass is done."""
-    num_adapters: int
-    """Adapters there is room for beside the model's own weights; 0: none."""
+    held: HeldWeights
+    """What it computes with; changed between two passes alone."""
 
     def launch(self, work: Work) -> Flight:
         """Compute the work's rows under the present weights. The table is read before this returns, not
@@ -70,21 +70,4 @@ class Executor(Protocol):
 
     def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int) -> np.ndarray:
         """float32 [T] logprobs of the tokens, entry 0 is 0; ``blocks`` hold their keys and values."""
-        ...
-
-    def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
-        """Change the weights between two passes, whole or not at all (then raises WeightSyncError)."""
-        ...
-
-    def weights(self, names: Iterable[str]) -> Iterator[TensorBlob]:
-        """The weights that are computed with, where they lie, under the names of memory or of the checkpoint,
-        whichever these are."""
-        ...
-
-    def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
-        """As ``load`` for one adapter, numbered from 1; no other is touched."""
-        ...
-
-    def adapter_weights(self, adapter: int) -> Iterator[TensorBlob]:
-        """As ``weights`` for one adapter, at the rank there is room for."""
         ...

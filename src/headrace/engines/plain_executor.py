@@ -9,7 +9,6 @@ Shape legend: T rows of a pass, R rows that are sampled, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel
 
 from headrace.engines.checks import check_model, context_tokens, stable_rows
 from headrace.engines.executor import score_in_chunks
+from headrace.engines.held_weights import HeldWeights
 from headrace.engines.lanes import Lanes
 from headrace.engines.noise import NoiseAhead
 from headrace.engines.passes import ForwardPass, Piece, Rows
@@ -25,11 +25,8 @@ from headrace.engines.sampler import Drawn, SamplerRows, sample, sample_plainly
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
 from headrace.models.adapter_bank import AdapterBank
-from headrace.models.checkpoint_names import Weights
 from headrace.models.lora import LoraSpec
 from headrace.models.paged_attention import KvTensors
-from headrace.models.tensors import blobs_of, load_into
-from headrace.types import TensorBlob, TensorPatch
 
 _USUAL_TOKENS = 512
 """Tokens a running sequence is given room for when ``kv_tokens`` is not set."""
@@ -74,14 +71,13 @@ class PlainExecutor:
         length, or one of the whole context. ``lora``: make room for so many adapters."""
         facts = check_model(model, block_size=block_size)
         self._bank = None if lora is None else AdapterBank(model, lora, num_adapters)
-        self.num_adapters = 0 if self._bank is None else num_adapters
         context = context_tokens(model.config.get_text_config())
         wanted = kv_tokens or usual_kv_tokens(context, max_running)
         self.num_blocks = -(-wanted // block_size) + 1
         self.limit_tokens = min(context, (self.num_blocks - 1) * block_size)
         self.table = SlotTable(max_running, block_size)
         self._model = model
-        self._weights = Weights(model)
+        self.held = HeldWeights(model, self._bank)
         self._prefill_tokens = prefill_tokens
         self._kv = KvTensors(num_blocks=self.num_blocks, block_size=block_size)
         self._lanes = Lanes(max_running)
@@ -119,21 +115,6 @@ class PlainExecutor:
             return self._pass.logits(rows, np.arange(stop - start))
 
         return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
-
-    def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
-        arrived = list(updates)
-        load_into(self._weights.called(update.name for update in arrived), arrived)
-
-    def weights(self, names: Iterable[str]) -> Iterator[TensorBlob]:
-        return blobs_of(self._weights.called(names))
-
-    def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
-        assert self._bank is not None, "an executor without room for adapters is given none"
-        self._bank.load(adapter, updates)
-
-    def adapter_weights(self, adapter: int) -> Iterator[TensorBlob]:
-        assert self._bank is not None, "an executor without room for adapters has none"
-        return blobs_of(self._bank.tensors(adapter))
 
     def _add_decoding(self, rows: Rows, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Add the decoding slots; returns them in another order, and the row of each."""

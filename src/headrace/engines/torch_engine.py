@@ -60,7 +60,7 @@ class TorchEngine:
     ) -> None:
         """``prefill_tokens``: prompt tokens in one pass, at most. ``recompute_kv``: after an update running
         requests compute their keys and values anew instead of keeping the old ones."""
-        self._policies = Policies(executor.num_adapters, version)
+        self._policies = Policies(executor.held.num_adapters, version)
         self.limit_tokens = executor.limit_tokens
         self._executor = executor
         self._ledger = ledger
@@ -165,13 +165,13 @@ class TorchEngine:
         in ``apply`` and ``apply_adapter`` alone. ``names`` are those an update of the model uses: of memory, as
         without any, or of the checkpoint."""
         if policy is None:
-            return self._executor.weights(names)
-        return self._executor.adapter_weights(self._policies.adapter_of(policy))
+            return self._executor.held.blobs(names)
+        return self._executor.held.adapter_blobs(self._policies.adapter_of(policy))
 
     @property
     def num_adapters(self) -> int:
         """Adapters there is room for."""
-        return self._executor.num_adapters
+        return self._executor.held.num_adapters
 
     def apply(self, version: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         """Change the weights. Raises WeightSyncError, with nothing changed, if the updates do not fit."""
@@ -180,14 +180,14 @@ class TorchEngine:
                 "the engine serves adapters, whose model must stay as it is; publish an adapter (lora.rank above 0), "
                 "or start the engine without room for adapters"
             )
-        self._executor.load(updates)
+        self._executor.held.load(updates)
         self._policies.versions[0] = version
         self._renew(0)
 
     def apply_adapter(self, policy: str, version: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         """Create or replace the adapter of a policy, as ``apply`` does; other policies go on untouched."""
         adapter = self._policies.room_for(policy)
-        self._executor.load_adapter(adapter, updates)
+        self._executor.held.load_adapter(adapter, updates)
         self._policies.settle(policy, adapter, version)
         self._renew(adapter)
 

@@ -1,0 +1,44 @@
+"""The weights an executor computes with: read where they lie, replaced in place.
+
+In: a model and, where adapters are served, their bank. Out: updates land between two passes, whole or not at all
+(then WeightSyncError is raised); addresses stay, since graphs know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from transformers import PreTrainedModel
+
+from headrace.models.adapter_bank import AdapterBank
+from headrace.models.checkpoint_names import Weights
+from headrace.models.tensors import blobs_of, load_into
+from headrace.types import TensorBlob, TensorPatch
+
+
+class HeldWeights:
+    def __init__(self, model: PreTrainedModel, bank: AdapterBank | None) -> None:
+        self.num_adapters = 0 if bank is None else bank.num_adapters
+        """Adapters there is room for beside the model's own weights; 0: none."""
+        self._weights = Weights(model)
+        self._bank = bank
+
+    def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
+        arrived = list(updates)
+        load_into(self._weights.called(update.name for update in arrived), arrived)
+
+    def blobs(self, names: Iterable[str]) -> Iterator[TensorBlob]:
+        """Under the names of memory or of the checkpoint, whichever these are."""
+        return blobs_of(self._weights.called(names))
+
+    def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
+        """As ``load`` for one adapter, numbered from 1; no other is touched."""
+        self._adapters().load(adapter, updates)
+
+    def adapter_blobs(self, adapter: int) -> Iterator[TensorBlob]:
+        """As ``blobs`` for one adapter, at the rank there is room for."""
+        return blobs_of(self._adapters().tensors(adapter))
+
+    def _adapters(self) -> AdapterBank:
+        assert self._bank is not None, "an executor without room for adapters is asked about none"
+        return self._bank
