@@ -17,7 +17,6 @@ from headrace.errors import ConfigError
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.models.lora import LoraSpec
 from headrace.observe.jsonl import read_events
-from headrace.runtime.pipeline import Pipeline
 from headrace.runtime.weight_sync import WeightSync
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.forward_check import plain_logprobs, probe_sample
@@ -95,25 +94,10 @@ def test_every_interrupt_mode(settings, mode):
     assert attempts["trained"] == 3 * 2 * 4 == sum(attempts.values())
 
 
-def test_a_run_that_dies_ends_in_the_same_adapter_when_resumed(settings, monkeypatch):
+def test_a_run_that_dies_ends_in_the_same_adapter_when_resumed(settings, die_after):
     settings = {**settings, "rollout.max_lag": 0}
     whole = train({**settings, "run.name": "whole"})
-
-    class Killed(BaseException):
-        pass
-
-    after = Pipeline._step
-
-    async def dies(self, groups):
-        result = await after(self, groups)
-        if result.step == 4:
-            raise Killed
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, "_step", dies)
-        with pytest.raises(Killed):
-            train(settings)
+    die_after(4, lambda: train(settings))
     resumed = headrace.train(tasks=demo.tasks(64), reward=letters, resume="runs/run")
     expected = load_file(whole.model_dir / "adapter_model.safetensors")
     found = load_file(resumed.model_dir / "adapter_model.safetensors")

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 import headrace
 from headrace import demo
-from headrace.runtime.pipeline import Pipeline
 
 SMALL = {
     "run.steps": 5,
@@ -62,24 +61,9 @@ def test_the_curve_is_that_of_a_reference_in_the_trainer(settings):
             assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
 
 
-def test_a_run_that_dies_is_resumed_with_the_same_reference(settings, monkeypatch):
+def test_a_run_that_dies_is_resumed_with_the_same_reference(settings, die_after):
     whole = train({**settings, "run.name": "whole"})
-
-    class Killed(BaseException):
-        pass
-
-    after = Pipeline._step
-
-    async def dies(self, groups):
-        result = await after(self, groups)
-        if result.step == 4:
-            raise Killed
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, "_step", dies)
-        with pytest.raises(Killed):
-            train(settings)
+    die_after(4, lambda: train(settings))
     resumed = headrace.train(tasks=demo.tasks(64), reward=letters_a, resume="runs/run")
     expected = load_file(whole.model_dir / "model.safetensors")
     for name, tensor in load_file(resumed.model_dir / "model.safetensors").items():

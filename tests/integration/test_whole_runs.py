@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headrace
 from headrace import demo
-from headrace.runtime.pipeline import Pipeline
 
 SMALL = {
     "run.steps": 6,
@@ -65,25 +64,10 @@ def test_checkpoints_load_with_from_pretrained(settings):
 
 
 @pytest.mark.parametrize("max_lag", [0, 2])
-def test_a_run_that_dies_is_resumed_and_at_lag_0_ends_in_the_same_weights(settings, monkeypatch, max_lag):
+def test_a_run_that_dies_is_resumed_and_at_lag_0_ends_in_the_same_weights(settings, die_after, max_lag):
     settings = {**settings, "rollout.max_lag": max_lag}
     whole = train({**settings, "run.name": "whole"})
-
-    class Killed(BaseException):
-        pass
-
-    after = Pipeline._step
-
-    async def dies(self, groups):
-        result = await after(self, groups)
-        if result.step == 5:
-            raise Killed
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, "_step", dies)
-        with pytest.raises(Killed):
-            train(settings)
+    die_after(5, lambda: train(settings))
     resumed = headrace.train(tasks=demo.tasks(64), reward=demo.exact, resume="runs/run")
     assert resumed.num_steps == 6
     assert resumed.summary.attempts["trained"] == 6 * 2 * 4 == sum(resumed.summary.attempts.values())
