@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.errors import ConfigError
+from headrace.models.float_residual import keep_float_residual
 from headrace.models.lora import LoraSpec
 from headrace.models.packed_attention import use_packed_attention
 from headrace.models.tensors import named_tensors
@@ -34,6 +35,7 @@ def place_weights(
 ) -> tuple[Weights, Weights | None]:
     """Ranks without a device of their own are one process that trains alone. With ``lora`` no copy is needed: the
     policy without its adapter is the reference."""
+    keep_float_residual(model)
     if lora is not None:
         return _adapter(model.eval(), dtype, lora, ranks), None
     model = model.to(torch.float32).eval()
