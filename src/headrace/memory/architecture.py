@@ -4,10 +4,10 @@ In: a configuration. Out: how many weights there are, what each layer keeps of a
 what a token leaves behind until the backward has passed. The model's own code is run over a short row of
 tensors that have shapes and no memory, so that any architecture the trainer takes is counted.
 
-Uncompiled layers keep what autograd asks to keep, which is counted as it asks. Compiled layers keep less. The
-compiler keeps what would have to be written to memory again: the inputs of matrix products and of norms, the
-two halves of a gated layer, and what attention needs. It recomputes everything in between. Experts are
-counted by their widths, since which tokens they get depends on values.
+Uncompiled layers keep what autograd asks to keep, which is counted as it asks. Compiled layers keep less: what
+only a matrix product or attention could give again, which is the inputs of norms, what an activation reads and
+is multiplied with, and what attention needs. Everything in between is recomputed (``blocks.compile_lean``).
+Experts are counted by their widths, since which tokens they get depends on values.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def _token_bytes(model: PreTrainedModel) -> tuple[tuple[LayerShape, ...], TokenB
 
     experts = [_expert_bytes(layer, model) for layer in layers]
     attending = [
-        shape.row_width * model.dtype.itemsize
-        + shape.num_heads * (shape.key_dim * model.dtype.itemsize + torch.float32.itemsize)
+        (shape.row_width + shape.num_heads * (shape.key_dim + shape.value_dim)) * model.dtype.itemsize
+        + shape.num_heads * torch.float32.itemsize
         for shape in attention
     ]
     compiled = [
@@ -247,7 +247,7 @@ def _leave(current: list[_Kept]) -> None:
 def _rule_hooks(layer: nn.Module, kept: _Kept) -> list[Any]:
     hooks = []
     for module in layer.modules():
-        if isinstance(module, nn.Linear) or "Norm" in type(module).__name__:
+        if "Norm" in type(module).__name__:
             hooks.append(module.register_forward_pre_hook(lambda _, given: kept.add(given[0])))
         children = dict(module.named_children())
         if "act_fn" in children:

@@ -56,7 +56,7 @@ def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_b
         hidden_size=model.hidden_size,
         dtype=plan.dtype,
         on_gpu=plan.on_gpu,
-        trained=not model.num_adapter_weights,
+        own_gradient=not model.num_adapter_weights and (plan.spread or plan.dtype == torch.float32),
     )
     token = model.compiled if plan.on_gpu and plan.compiled else model.eager
     num_recomputed = 0

@@ -314,6 +314,7 @@ class TorchTrainer:
             num_tokens=num_tokens,
             dtype=self._weights.dtype,
             on_gpu=self._device.type == "cuda",
+            own_gradient=self._weights.head_master is None,
         )
         self.blocks.fit(num_tokens, reserved_bytes=self._weights.held_bytes + step_bytes)
         records = []
