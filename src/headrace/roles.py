@@ -66,7 +66,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
     ledger = TimeLedger(TRAINER_ACTIVITIES)
     settings = from_dict(told["settings"])
     t, a, place = settings.trainer, settings.algo, build.device(settings.model.device)
-    ranks = ALONE if t.ranks == 1 and not t.offload else _join_ranks(told, settings, place)
+    ranks = ALONE if t.ranks == 1 and t.offload != "all" else _join_ranks(told, settings, place)
     model = _trained_model(told, settings, first=ranks.is_first, device="cpu" if ranks.device else place)
     core = TorchTrainer(
         model,

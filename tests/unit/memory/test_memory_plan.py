@@ -110,8 +110,8 @@ def test_a_plan_that_does_not_fit_names_settings_with_which_it_does():
     assert plan.crowded == ["GPU 0"]
     settings = from_dict({})
     found = remedies(settings, published("qwen2-7b"), plan, kind="cuda")
-    assert "trainer.offload=true" in found
-    moved = gpu_plan("qwen2-7b", 100_000_000_000, trainer__offload=True)
+    assert "trainer.offload=all" in found
+    moved = gpu_plan("qwen2-7b", 100_000_000_000, trainer__offload="all")
     assert not moved.crowded
     assert total(moved.uses, place=HOST) == 16 * published("qwen2-7b").num_weights
 
@@ -186,7 +186,7 @@ def test_compiled_layers_keep_what_only_products_and_attention_give():
 def test_plan_and_trainer_reserve_the_same_for_a_step():
     model = examine(shape_config("qwen2-0.5b"), torch.float32)
     asked = TrainerPlan(
-        dtype=torch.float32, on_gpu=False, compiled=False, ranks=1, offload=False, row_tokens=512,
+        dtype=torch.float32, on_gpu=False, compiled=False, ranks=1, offload="none", row_tokens=512,
         with_reference=False,
     )  # fmt: skip
     planned = trainer_bytes(model, asked, room=H200, device_bytes=H200).device
@@ -228,7 +228,7 @@ def test_a_trainer_on_a_cpu_takes_what_the_plan_says(tmp_path, row_tokens):
     config.save_pretrained(tmp_path)
     model = examine(config, torch.float32)
     asked = TrainerPlan(
-        dtype=torch.float32, on_gpu=False, compiled=False, ranks=1, offload=False, row_tokens=row_tokens,
+        dtype=torch.float32, on_gpu=False, compiled=False, ranks=1, offload="none", row_tokens=row_tokens,
         with_reference=False,
     )  # fmt: skip
     planned = sum(trainer_bytes(model, asked, room=H200, device_bytes=H200).device.values())
