@@ -110,11 +110,11 @@ def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> A
     """By default what a matrix product of the backward reads is kept from the forward, since it would have to be
     written a second time. Of a gated layer that is a third of all that is kept, and writing it takes a
     hundredth of the time of the products around it. One function for all layers, so that they share graphs."""
-    # Imported when it is needed: it takes seconds, and most processes compile nothing.
-    from torch._inductor.compile_fx import compile_fx
+    # Imported where it is used: it takes seconds, and most processes compile nothing.
+    from torch._dynamo.backends.inductor import inductor
 
     with partitioning.patch(ban_recompute_materialized_backward=False):
-        return compile_fx(graph, inputs)
+        return inductor(graph, inputs)
 
 
 def _allow_graphs() -> None:
