@@ -134,6 +134,7 @@ def measure(
         "forward_backward_runs_s": times,
         "model_flops": model_flops(trainer.policy, rows),
         "num_layers_recomputed": trainer.blocks.num_recomputed,
+        "kept_bytes_per_token": trainer.blocks.bytes_per_token,
     }
     if optimizer:
         _, times = timed(lambda: trainer.step(_batch(trainer, samples)), repeats, on_gpu=on_gpu)

@@ -51,7 +51,8 @@ class DecoderBlocks:
         self._device = ranks.device or model.device
         self._hidden = hidden or partial(decoder_output, model)
         self._layers = decoder_layers(model)
-        self._bytes_per_token: float | None = None
+        self.bytes_per_token: float | None = None
+        """What all layers keep of a token, as a probe found it; None: nothing was probed yet."""
         if compiled:
             _allow_graphs()
         for index, layer in enumerate(self._layers):
@@ -63,14 +64,14 @@ class DecoderBlocks:
         ``reserved_bytes`` are spoken for."""
         if self._device.type != "cuda":
             return
-        if self._bytes_per_token is None:
-            self._bytes_per_token = self._probe()
+        if self.bytes_per_token is None:
+            self.bytes_per_token = self._probe()
         hidden_size = self._model.get_input_embeddings().embedding_dim
         free_bytes = free_gpu_bytes(self._device) - reserved_bytes
         needed = layers_to_recompute(
             num_tokens,
             num_layers=len(self._layers),
-            bytes_per_token=self._bytes_per_token,
+            bytes_per_token=self.bytes_per_token,
             input_bytes=hidden_size * self._model.dtype.itemsize,
             free_bytes=USABLE_SHARE * free_bytes,
         )
