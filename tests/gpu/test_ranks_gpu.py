@@ -14,6 +14,7 @@ from headrace.bench.shapes import build_random_model
 from headrace.bench.train import Workload, random_samples
 from headrace.models.routers import use_float_routers
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
+from headrace.trainers.placement import Offload
 from headrace.trainers.ranks import Ranks, join_ranks
 from headrace.trainers.torch_trainer import TorchTrainer
 from headrace.types import TrainBatch
@@ -75,9 +76,11 @@ def batch(step: int) -> TrainBatch:
     return TrainBatch(step=step, version=step - 1, samples=tuple(random_samples(workload, vocab_size=500)))
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", ["none", "all"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_a_world_of_one_trains_and_publishes_as_one_device(family: str, offload: bool, ranks: Ranks) -> None:
+def test_a_world_of_one_trains_and_publishes_as_one_device(
+    family: str, offload: Offload, ranks: Ranks
+) -> None:
     plain, sharded = trainer(family, "cuda"), trainer(family, "cpu", ranks=ranks, offload=offload)
     for step in range(1, STEPS + 1):
         expected, found = plain.step(batch(step)).metrics, sharded.step(batch(step)).metrics

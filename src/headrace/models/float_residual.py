@@ -32,6 +32,13 @@ def keep_float_residual(model: PreTrainedModel) -> bool:
     return True
 
 
+def residual_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Of what runs from layer to layer."""
+    _, last_norm = _layers_and_last_norm(model)
+    widened = last_norm is not None and "forward" in vars(last_norm)
+    return torch.float32 if widened else model.dtype
+
+
 def _layers_and_last_norm(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module | None]:
     decoder = model.get_decoder()
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
