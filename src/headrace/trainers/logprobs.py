@@ -3,27 +3,35 @@
 In: a model that uses packed attention and a ``PackedRow``. Out: float32 log-probabilities (and entropies) of
 the row's loss tokens at the temperatures they were sampled with. [tokens, vocabulary] never exists
 whole: the forward keeps one normaliser per token, and the backward recomputes one chunk of logits at a
-time. Logits are float32 whatever the model is computed in.
+time. Logits are float32 whatever the model is computed in. Tokens that were drawn from a kept set (top-k, top-p,
+min-p) are valued over that set, by ``kept_head``.
 
 Legend: T tokens of the row, N loss tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from headrace.data.masks import rows_at
 from headrace.data.packing import PackedRow
 from headrace.errors import ModelError
+from headrace.models.kept_sets import KeptSets, kept_sets
 from headrace.models.packed_attention import PackedLayout, build_layout
-from headrace.trainers.head import add_head_weight_gradient, head_input_gradient, head_logits
+from headrace.trainers.head import (
+    add_head_weight_gradient,
+    chunk_logits,
+    chunks,
+    fused,
+    head_input_gradient,
+)
+from headrace.trainers.kept_head import KeptHeadLogprobs
 
 CHUNK_ELEMENTS = 2**24
 """Logits held at once: 64 MiB in float32."""
@@ -45,6 +53,18 @@ class RowTensors:
     sequence_N: torch.Tensor
     sequence_T: torch.Tensor
     num_sequences: int
+    kept: KeptSets | None
+    """The kept sets of the loss tokens; None: all were drawn from the whole vocabulary."""
+
+
+class TokenValues(NamedTuple):
+    """What the head says of a row's loss tokens, all float32 [N]."""
+
+    logprobs_N: torch.Tensor
+    entropy_N: torch.Tensor
+    """Without gradient, as ``kept_mass_N``."""
+    kept_mass_N: torch.Tensor | None
+    """Probability of the kept set under the model's whole distribution, nan where nothing was cut; None: nowhere."""
 
 
 def row_tensors(row: PackedRow, *, device: torch.device | str) -> RowTensors:
@@ -63,25 +83,60 @@ def row_tensors(row: PackedRow, *, device: torch.device | str) -> RowTensors:
         sequence_N=put(row.sequence[loss_tokens]),
         sequence_T=put(row.sequence),
         num_sequences=row.num_sequences,
+        kept=None
+        if row.sampling_mask is None
+        else kept_sets(rows_at(row.sampling_mask, loss_tokens), device),
     )
 
 
 def token_logprobs(model: PreTrainedModel, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [N] log-probabilities of the loss tokens, and the entropies (without gradient) beside them."""
+    values = head_values(model, row)
+    return values.logprobs_N, values.entropy_N
+
+
+def head_values(model: PreTrainedModel, row: RowTensors) -> TokenValues:
+    """Log-probabilities of the loss tokens with gradient, each over the set it was drawn from."""
     hidden_TH = decoder_output(model, row)
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(
             f"model: {type(model).__name__} has no linear output head; choose a causal language model"
         )
-    return _HeadLogprobs.apply(
-        hidden_TH.index_select(0, row.predictors_N),
-        head.weight,
-        head.bias,
-        row.targets_N,
-        row.temperatures_N,
-        getattr(model.config, "final_logit_softcapping", None),
-        chunk_tokens(head.weight),
+    hidden_NH = hidden_TH.index_select(0, row.predictors_N)
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    rest = softcap, chunk_tokens(head.weight)
+    given = hidden_NH, head.weight, head.bias, row.targets_N, row.temperatures_N, *rest
+    if row.kept is None:
+        logprobs_N, entropy_N = _HeadLogprobs.apply(*given)
+        return TokenValues(logprobs_N, entropy_N, None)
+    if row.kept.all_cut:
+        return TokenValues(*KeptHeadLogprobs.apply(*given, row.kept))
+    return _mixed_values(hidden_NH, head, row, row.kept, *rest)
+
+
+def _mixed_values(
+    hidden_NH: torch.Tensor,
+    head: nn.Linear,
+    row: RowTensors,
+    kept: KeptSets,
+    softcap: float | None,
+    chunk_tokens: int,
+) -> TokenValues:
+    """Tokens with and without a kept set in one row: each kind goes through its own head."""
+
+    def given(which: torch.Tensor) -> tuple[Any, ...]:
+        targets, temperatures = row.targets_N[which], row.temperatures_N[which]
+        return hidden_NH[which], head.weight, head.bias, targets, temperatures, softcap, chunk_tokens
+
+    free, cut = kept.free_and_cut()
+    logprobs, entropy = _HeadLogprobs.apply(*given(free))
+    cut_logprobs, cut_entropy, cut_mass = KeptHeadLogprobs.apply(*given(cut), kept.only_cut())
+    at_N = torch.cat((free, cut)).argsort()
+    return TokenValues(
+        torch.cat((logprobs, cut_logprobs))[at_N],
+        torch.cat((entropy, cut_entropy))[at_N],
+        torch.cat((torch.full_like(entropy, torch.nan), cut_mass))[at_N],
     )
 
 
@@ -145,9 +200,9 @@ class _HeadLogprobs(torch.autograd.Function):
         num_tokens = hidden_NH.shape[0]
         logprobs_N = hidden_NH.new_empty(num_tokens, dtype=torch.float32)
         entropy_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
-        token_values = _fused(_token_values, hidden_NH.device.type)
-        for chunk in _chunks(num_tokens, chunk_tokens):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, bias_V, softcap)[0]
+        token_values = fused(_token_values, hidden_NH.device.type)
+        for chunk in chunks(num_tokens, chunk_tokens):
+            logits_CV = chunk_logits(hidden_NH[chunk], weight_VH, bias_V, softcap)[0]
             normaliser_N[chunk], logprobs_N[chunk], entropy_N[chunk] = token_values(
                 logits_CV, targets_N[chunk], temperatures_N[chunk]
             )
@@ -167,9 +222,9 @@ class _HeadLogprobs(torch.autograd.Function):
             grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         if ctx.needs_input_grad[2]:
             grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32)
-        logit_gradient = _fused(_logit_gradient, hidden_NH.device.type)
-        for chunk in _chunks(hidden_NH.shape[0], ctx.chunk_tokens):
-            logits_CV, slope_CV = _logits(hidden_NH[chunk], weight_VH, bias_V, ctx.softcap)
+        logit_gradient = fused(_logit_gradient, hidden_NH.device.type)
+        for chunk in chunks(hidden_NH.shape[0], ctx.chunk_tokens):
+            logits_CV, slope_CV = chunk_logits(hidden_NH[chunk], weight_VH, bias_V, ctx.softcap)
             grad_CV = logit_gradient(
                 logits_CV, slope_CV, targets_N[chunk], temperatures_N[chunk], normaliser_N[chunk], grad_N[chunk],
                 hidden_NH.dtype,
@@ -182,23 +237,6 @@ class _HeadLogprobs(torch.autograd.Function):
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None
-
-
-def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    return [slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens)]
-
-
-def _logits(
-    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Capped float32 logits, and the slope of the cap (None without one)."""
-    logits_CV = head_logits(hidden_CH, weight_VH)
-    if bias_V is not None:
-        logits_CV += bias_V.float()
-    if softcap is None:
-        return logits_CV, None
-    tanh_CV = torch.tanh(logits_CV / softcap)
-    return tanh_CV * softcap, 1 - tanh_CV.square()
 
 
 def _token_values(
@@ -234,10 +272,3 @@ def _logit_gradient(
     if slope_CV is not None:
         grad_CV *= slope_CV
     return grad_CV.to(dtype)
-
-
-@cache
-def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """On a GPU each function is one or two passes over its chunk instead of a dozen. The vocabulary stays a
-    constant of the compiled code; a chunk of another length makes its length a variable."""
-    return torch.compile(function) if device_type == "cuda" else function

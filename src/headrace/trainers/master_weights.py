@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.models.tensors import named_tensors, to_blobs
-from headrace.trainers.logprobs import RowTensors, decoder_output, token_logprobs
+from headrace.trainers.logprobs import RowTensors, TokenValues, decoder_output, head_values
 from headrace.trainers.ranks import ALONE
 from headrace.types import TensorBlob
 
@@ -56,8 +56,8 @@ class MasterWeights:
                 mirror.requires_grad_(True)
                 mirror.register_post_accumulate_grad_hook(hand_over_to(master))
 
-    def logprobs(self, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprobs(self.policy, row)
+    def values(self, row: RowTensors) -> TokenValues:
+        return head_values(self.policy, row)
 
     def hidden(self, row: RowTensors) -> torch.Tensor:
         return decoder_output(self.policy, row)

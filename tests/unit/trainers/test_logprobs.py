@@ -82,13 +82,13 @@ def test_the_logits_of_a_row_are_never_held_whole(
     make_batch: Callable[..., TrainBatch],
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 32 * 4)
-    original, rows_seen = module._logits, []
+    original, rows_seen = module.chunk_logits, []
 
     def watched(hidden: torch.Tensor, *rest: object) -> object:
         rows_seen.append(hidden.shape[0])
         return original(hidden, *rest)
 
-    monkeypatch.setattr(module, "_logits", watched)
+    monkeypatch.setattr(module, "chunk_logits", watched)
     model = make_model()
     use_packed_attention(model)
     (row,) = pack(make_batch(num_samples=8).samples, row_tokens=10_000)
