@@ -4,12 +4,12 @@ In: what the unmasked head takes, and each token's kept set K. Out: log softmax 
 over K, and the mass of K under the whole distribution. Tokens outside K get a gradient of exactly zero: nothing
 they did could have been sampled.
 
-A chunk's logits are computed whole and K is picked out of them. The other way, the products of each token with
-the rows of the weight that it kept, reads every row once for every token that kept it and adds weight gradients
-one row at a time, where the whole product reads the weight once for thousands of tokens; it would leave the mass
-unknown; and its logits would not be, bit for bit, those of the unmasked head. What K saves is the backward's
-product: the logits of K are remembered (four bytes for each recorded id), so that of the head's four matrix
-products three are left.
+A chunk's logits are computed whole and K is picked out of them. The other way, products of each token with only the
+rows of the weight that it kept, is cheaper while all sets are small and dearer once some hold hundreds of ids
+(``headrace bench head`` measures both); it would leave the mass unknown, sum weight gradients in an order that a GPU
+does not repeat, and compute other bits than the unmasked head. This way never costs more than the whole vocabulary
+does, whatever was kept: the logits of K are remembered (four bytes for each recorded id), so that of the head's
+four matrix products three are left.
 
 Legend: N loss tokens, C tokens of a chunk, H hidden size, V vocabulary, S kept ids over all tokens, K ids of the
 largest set of a chunk.

@@ -108,7 +108,7 @@ def head_values(model: PreTrainedModel, row: RowTensors) -> TokenValues:
     rest = softcap, chunk_tokens(head.weight)
     given = hidden_NH, head.weight, head.bias, row.targets_N, row.temperatures_N, *rest
     if row.kept is None:
-        logprobs_N, entropy_N = _HeadLogprobs.apply(*given)
+        logprobs_N, entropy_N = HeadLogprobs.apply(*given)
         return TokenValues(logprobs_N, entropy_N, None)
     if row.kept.all_cut:
         return TokenValues(*KeptHeadLogprobs.apply(*given, row.kept))
@@ -130,7 +130,7 @@ def _mixed_values(
         return hidden_NH[which], head.weight, head.bias, targets, temperatures, softcap, chunk_tokens
 
     free, cut = kept.free_and_cut()
-    logprobs, entropy = _HeadLogprobs.apply(*given(free))
+    logprobs, entropy = HeadLogprobs.apply(*given(free))
     cut_logprobs, cut_entropy, cut_mass = KeptHeadLogprobs.apply(*given(cut), kept.only_cut())
     at_N = torch.cat((free, cut)).argsort()
     return TokenValues(
@@ -183,7 +183,7 @@ def head_bytes(
     return logits * vocab_size + trained * gradient + 2 * num_tokens * hidden_size * width
 
 
-class _HeadLogprobs(torch.autograd.Function):
+class HeadLogprobs(torch.autograd.Function):
     """log softmax(softcap(hidden @ weight.T + bias) / temperature) at the targets, chunk by chunk."""
 
     @staticmethod
