@@ -109,7 +109,7 @@ def _recompute(
     gaps = recompute(recording, run_dir, settings)
     drawn = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("version", "samples", "tokens", "mean gap", "largest gap", "weights"):
-        drawn.add_column(column, justify="left" if column == "weights" else "right")
+        drawn.add_column(column, justify="left" if column == "weights" else "right", overflow="fold")
     for gap in gaps:
         sizes = (str(gap.version), str(gap.num_samples), f"{gap.num_tokens:,}")
         drawn.add_row(*sizes, f"{gap.mean:.2e}", f"{gap.largest:.2e}", gap.weights)
