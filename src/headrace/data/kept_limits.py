@@ -12,21 +12,24 @@ from headrace.data import masks
 from headrace.types import MAX_KEPT_TOKENS, DropReason, Episode, SamplingMask, Turn
 
 
-def mask_fault(episodes: Sequence[Episode]) -> tuple[DropReason, str] | None:
-    """``failed``: a mask that does not belong to its tokens; ``wide-mask``: one with too many ids for a token."""
+def mask_fault(
+    episodes: Sequence[Episode], *, vocab_size: int | None = None
+) -> tuple[DropReason, str] | None:
+    """``failed``: a mask that does not belong to its tokens or to the model; ``wide-mask``: one with too many ids for
+    a token. What is not trained on may have any."""
     for episode in episodes:
-        turns = (turn for trajectory in episode.trajectories for turn in trajectory.turns)
-        for number, turn in enumerate(turns):
+        trained = (trajectory for trajectory in episode.trajectories if trajectory.trainable)
+        for number, turn in enumerate(turn for trajectory in trained for turn in trajectory.turns):
             mask = turn.completion.sampling_mask
-            wrong = None if mask is None else _fault(turn, mask)
+            wrong = None if mask is None else _fault(turn, mask, vocab_size)
             if wrong is not None:
                 reason, text = wrong
                 return reason, f"attempt {episode.group}/{episode.attempt}, turn {number}: {text}"
     return None
 
 
-def _fault(turn: Turn, mask: SamplingMask) -> tuple[DropReason, str] | None:
-    wrong = masks.fault(mask, turn.completion.token_ids)
+def _fault(turn: Turn, mask: SamplingMask, vocab_size: int | None) -> tuple[DropReason, str] | None:
+    wrong = masks.fault(mask, turn.completion.token_ids, vocab_size=vocab_size)
     if wrong is not None:
         return "failed", f"the sampling mask from {turn.engine} is not that of its tokens: {wrong}"
     row, count = masks.widest_row(mask)

@@ -112,7 +112,7 @@ class GroupRunner:
     async def _run(self, live: LiveGroup) -> None:
         try:
             episodes = await self._attempts(live)
-            fault = mask_fault(episodes)
+            fault = mask_fault(episodes, vocab_size=self._plan.vocab_size)
             if fault is not None:
                 self._drop(live.group, *fault)
                 return

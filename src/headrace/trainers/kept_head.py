@@ -7,9 +7,9 @@ they did could have been sampled.
 A chunk's logits are computed whole and K is picked out of them. The other way, products of each token with only the
 rows of the weight that it kept, is cheaper while all sets are small and dearer once some hold hundreds of ids
 (``headrace bench head`` measures both); it would leave the mass unknown, sum weight gradients in an order that a GPU
-does not repeat, and compute other bits than the unmasked head. This way never costs more than the whole vocabulary
-does, whatever was kept: the logits of K are remembered (four bytes for each recorded id), so that of the head's
-four matrix products three are left.
+does not repeat, and compute other bits than the unmasked head. This way costs about what the whole vocabulary does,
+whatever was kept, and less in the backward: the logits of K are remembered (four bytes for each recorded id), so that
+of the head's four matrix products three are left.
 
 Legend: N loss tokens, C tokens of a chunk, H hidden size, V vocabulary, S kept ids over all tokens, K ids of the
 largest set of a chunk.

@@ -400,7 +400,7 @@ def _check_batch(batch: TrainBatch, *, version: int, num_steps: int, vocab_size:
         wrong = None if mask is None else masks.fault(mask, sample.token_ids, vocab_size=vocab_size)
         if wrong is not None:
             raise TrainingError(
-                f"{name}: its sampling mask is not that of its tokens: {wrong}; drop the sample"
+                f"{name}: its sampling mask is not that of its tokens: {wrong}; give engine and trainer the same model"
             )
         if sample.temperature <= 0:
             raise TrainingError(f"{name}: temperature 0 leaves nothing to train on; set temperature above 0")

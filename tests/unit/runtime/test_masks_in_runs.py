@@ -32,6 +32,8 @@ class MaskingEngine(ScriptedEngine):
             rows[0] = np.append(rows[0], 5000 + np.arange(MAX_KEPT_TOKENS - 1))
         if kind == "without":
             rows[0] = rows[0] + 1
+        if kind == "beyond":
+            rows[0] = np.append(rows[0], 90_000)
         offsets = np.cumsum([0, *map(len, rows)])
         ids = np.concatenate([np.zeros(0), *rows]).astype(np.int32)
         return replace(completion, sampling_mask=SamplingMask(token_ids=ids, offsets=offsets))
@@ -39,16 +41,17 @@ class MaskingEngine(ScriptedEngine):
 
 def test_wide_and_wrong_masks_end_their_groups_only(tmp_path):
     async def main():
-        engine = MaskingEngine({1: "wide", 4: "without", 5: "wide"})
+        engine = MaskingEngine({1: "wide", 2: "beyond", 4: "without", 5: "wide"})
         return await make_pipeline(tmp_path, plan, engines=[engine], sink=sink).run()
 
-    plan, sink = make_plan(), MemorySink()
+    plan, sink = make_plan(vocab_size=50_000), MemorySink()
     state = virtual_clock.run(main())
     drops = {d["group"]: (d["reason"], d["detail"]) for d in sink.of("drop")}
     assert {group: reason for group, (reason, _) in drops.items()} == {
-        1: "wide-mask", 4: "failed", 5: "wide-mask"
+        1: "wide-mask", 2: "failed", 4: "failed", 5: "wide-mask"
     }  # fmt: skip
     assert "attempt 1/1, turn 0: token 0 was drawn among 8193 ids" in drops[1][1]
+    assert "outside the vocabulary of 50000" in drops[2][1]
     assert "rollout.top_k" in drops[1][1] and "does not hold the sampled token" in drops[4][1]
     counts = state.ledger.attempts()
     assert counts["dropped:wide-mask"] == 2 * plan.group_size
