@@ -52,16 +52,29 @@ def fault(mask: SamplingMask, token_ids: np.ndarray, *, vocab_size: int | None =
     if len(ids) and (ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size)):
         bound = "" if vocab_size is None else f" of {vocab_size}"
         return f"it holds the ids {ids.min()} to {ids.max()}, some outside the vocabulary{bound}"
-    rows = np.repeat(np.arange(len(counts)), counts)
-    # Engines list a row in rising order; only another order is worth the search for doubles.
-    keys = (rows << 32) + ids
-    if not (np.diff(keys) > 0).all() and len(np.unique(keys)) < len(keys):
+    if _has_doubles(mask):
         return "a row holds an id twice"
-    found = np.bincount(rows[ids == token_ids[rows]], minlength=len(counts)) > 0
-    without = np.flatnonzero(~found & (counts > 0))
-    if len(without):
-        return f"row {without[0]} does not hold the sampled token {token_ids[without[0]]}"
+    cut_rows = np.flatnonzero(counts)
+    if len(cut_rows):
+        is_sampled = np.repeat(token_ids, counts) == ids
+        found = np.logical_or.reduceat(is_sampled, offsets[:-1][cut_rows])
+        if not found.all():
+            row = int(cut_rows[found.argmin()])
+            return f"row {row} does not hold the sampled token {token_ids[row]}"
     return None
+
+
+def _has_doubles(mask: SamplingMask) -> bool:
+    ids, offsets = mask.token_ids, mask.offsets
+    rises = ids[1:] > ids[:-1]
+    # From the last id of one row to the first of the next anything may happen.
+    ends = offsets[1:-1]
+    rises[ends[(ends > 0) & (ends < len(ids))] - 1] = True
+    if rises.all():
+        return False
+    # Engines list a row in rising order; only another order is worth a search.
+    rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    return len(np.unique((rows << 32) + ids)) < len(ids)
 
 
 def widest_row(mask: SamplingMask) -> tuple[int, int]:
