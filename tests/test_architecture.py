@@ -42,6 +42,7 @@ TOP = frozenset(
         "bench",
         "evaluation",
         "memory",
+        "replay",
     }
 )
 

@@ -8,6 +8,7 @@ and by each process for itself in a ``local`` one.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,7 @@ def plan(settings: Settings) -> RunPlan:
         overlong_buffer_tokens=algo.overlong_buffer,
         overlong_factor=algo.overlong_factor,
         max_tokens=rollout.max_tokens,
+        vocab_size=_vocab_size(settings),
         seed=run.seed,
         interrupt=settings.weights.mode,
         checkpoint_every=run.checkpoint_every,
@@ -63,6 +65,15 @@ def plan(settings: Settings) -> RunPlan:
         stall_s=run.stall_s,
         error_budget=settings.reward.error_budget,
     )
+
+
+def _vocab_size(settings: Settings) -> int | None:
+    """As the model's configuration has it, where that lies here."""
+    file = Path(settings.model.path or "") / "config.json"
+    if not file.is_file():
+        return None
+    config = json.loads(file.read_text(encoding="utf-8"))
+    return config.get("text_config", config).get("vocab_size")
 
 
 def model_directory(settings: Settings) -> Path:

@@ -22,7 +22,7 @@ import numpy as np
 FinishReason = Literal["stop", "length", "abort"]
 """Why sampling ended. ``abort`` means unfinished: the completion can be resumed from its tokens."""
 
-DropReason = Literal["stale", "failed", "cancelled", "zero-variance", "over-length"]
+DropReason = Literal["stale", "failed", "cancelled", "zero-variance", "over-length", "wide-mask"]
 """Why an admitted attempt was never trained."""
 
 InterruptMode = Literal["never", "drain", "abort", "block"]
@@ -33,6 +33,10 @@ BundleKind = Literal["full", "adapter", "delta"]
 
 TensorForm = Literal["dense", "sparse"]
 """How bytes stand for a tensor: all its elements, or those that changed, as ``weights/delta`` writes them."""
+
+
+MAX_KEPT_TOKENS = 8192
+"""Ids that training takes in one row of a ``SamplingMask``; trained models keep a few dozen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

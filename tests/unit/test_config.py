@@ -284,9 +284,8 @@ def test_syntax_error_names_the_line(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "fields"),
     [
-        (["rollout.top_k=5"], ["rollout.top_k", "sampling masks are not replayed", "= 0"]),
-        (["rollout.top_p=0.9"], ["rollout.top_p", "sampling masks are not replayed", "= 1.0"]),
-        (["rollout.min_p=0.1"], ["rollout.min_p", "sampling masks are not replayed", "= 0.0"]),
+        (["rollout.top_k=8193"], ["rollout.top_k", "8192 kept ids are recorded", "= 8192"]),
+        (["rollout.top_k=5", "rollout.temperature=0"], ["rollout.temperature", "above 0"]),
         (["rollout.temperature=0"], ["rollout.temperature", "above 0"]),
         (["rollout.group_size=1"], ["rollout.group_size", "algo.advantage"]),
         (["rollout.group_size=1", "algo.advantage=rloo"], ["rollout.group_size", "rloo"]),

@@ -64,6 +64,33 @@ def bench_train(
     write_json(json_file, figures)
 
 
+@bench.command("head")
+def bench_head(
+    vocab_size: Annotated[int | None, typer.Option("--vocab", min=64, help="151936 on a GPU")] = None,
+    hidden_size: Annotated[int | None, typer.Option("--hidden", min=8, help="1536 on a GPU")] = None,
+    num_tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="16384 on a GPU")] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """The trainer's head over kept sets (top-k, top-p) against the whole vocabulary: time and memory."""
+    import torch
+
+    from headrace.bench import head
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    usual = {"cuda": (151936, 1536, 16384), "cpu": (32768, 256, 512)}[device]
+    figures = head.run(
+        vocab_size=vocab_size or usual[0],
+        hidden_size=hidden_size or usual[1],
+        num_tokens=num_tokens or usual[2],
+        device=device,
+        repeats=repeats,
+    )
+    Console().print(head.table(figures))
+    write_json(json_file, figures)
+
+
 @bench.command("step")
 def bench_step(
     shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",

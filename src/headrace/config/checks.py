@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from headrace.errors import ConfigError
+from headrace.types import MAX_KEPT_TOKENS
 
 if TYPE_CHECKING:
     from headrace.config.settings import Settings
@@ -28,17 +29,11 @@ def check(settings: Settings, *, training: bool) -> None:
 
 def _sampling(s: Settings) -> Iterator[str]:
     rollout = s.rollout
-    cuts = (
-        ("top_k", rollout.top_k, rollout.top_k > 0, 0),
-        ("top_p", rollout.top_p, rollout.top_p < 1, 1.0),
-        ("min_p", rollout.min_p, rollout.min_p > 0, 0.0),
-    )
-    for name, value, is_on, off in cuts:
-        if is_on:
-            yield (
-                f"rollout.{name} is {value}, but sampling masks are not replayed by the trainer yet, so its "
-                f"logprobs would be wrong: set rollout.{name} = {off} to train."
-            )
+    if rollout.top_k > MAX_KEPT_TOKENS:
+        yield (
+            f"rollout.top_k is {rollout.top_k}, but at most {MAX_KEPT_TOKENS} kept ids are recorded for a token that "
+            f"is trained on: set rollout.top_k = {MAX_KEPT_TOKENS} or less, or 0 to keep every token."
+        )
     if rollout.temperature == 0:
         yield (
             "rollout.temperature is 0, which is greedy and leaves nothing to learn from: set it above 0 "

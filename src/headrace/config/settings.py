@@ -131,12 +131,14 @@ class RolloutSettings(Section):
     temperature: float = Field(1.0, ge=0)
     """Divides the logits before sampling; the trainer computes logprobs at the same temperature."""
     top_k: int = Field(0, ge=0)
-    """Sample among the so many likeliest tokens; 0 keeps all. Refused in training."""
+    """Sample among the so many likeliest tokens; 0 keeps all. The trainer computes logprobs over the same tokens,
+    of which 8192 are recorded at most."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample among the likeliest tokens that hold this probability; 1 keeps all. Refused in training."""
+    """Sample among the likeliest tokens that hold this probability; 1 keeps all. Recorded for training as for
+    top_k; a group with a wider set is dropped as wide-mask."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Sample among tokens with this share of the likeliest one's probability; 0 keeps all. Refused in
-    training."""
+    """Sample among tokens with this share of the likeliest one's probability; 0 keeps all. Recorded for training as
+    for top_p."""
     stop: Texts = ()
     """Tokens that end a completion besides the model's own end of text; each must be one token."""
     max_lag: int = Field(1, ge=0)

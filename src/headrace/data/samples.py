@@ -49,6 +49,11 @@ def sequences(episodes: Sequence[Episode]) -> list[tuple[np.ndarray, float]]:
     ]
 
 
+def sequence_masks(episodes: Sequence[Episode]) -> list[SamplingMask | None]:
+    """The kept sets that belong to ``sequences``."""
+    return [_chain_sampling_mask(chain, _num_tokens(chain)) for _, chain in _all_chains(episodes)]
+
+
 def _all_chains(episodes: Sequence[Episode]) -> list[tuple[int, list[Turn]]]:
     """With the places of their episodes, in the order of the attempts."""
     return [

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from headrace.algos.advantages import ADVANTAGES, is_zero_variance, overlong_penalty
+from headrace.data.kept_limits import mask_fault
 from headrace.data.returns import weighted_return
 from headrace.data.samples import build_samples
 from headrace.errors import CheckpointError, InvariantError, PromptTooLongError, RoleError, WeightSyncError
@@ -111,6 +112,10 @@ class GroupRunner:
     async def _run(self, live: LiveGroup) -> None:
         try:
             episodes = await self._attempts(live)
+            fault = mask_fault(episodes, vocab_size=self._plan.vocab_size)
+            if fault is not None:
+                self._drop(live.group, *fault)
+                return
             await self._score(live, episodes)
         except Interrupted:
             if not self._paused:

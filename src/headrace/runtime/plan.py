@@ -24,6 +24,8 @@ class RunPlan:
     overlong_factor: float = 1.0
     max_tokens: int = 256
     """The length at which sampling stops; overlong shaping counts back from it."""
+    vocab_size: int | None = None
+    """Ids the model knows, which recorded kept sets are held against; None: not known."""
     seed: int = 0
     interrupt: InterruptMode = "never"
     checkpoint_every: int = 50

@@ -30,11 +30,13 @@ class RowRecord:
     entropy_N: torch.Tensor
     before_update: bool
     """True for rows computed with the weights the step started from."""
+    kept_mass_N: torch.Tensor | None = None
+    """As in ``logprobs.TokenValues``."""
 
 
 def step_metrics(records: Sequence[RowRecord], ranks: Ranks = ALONE) -> dict[str, float]:
     """Empty when no row had a loss token."""
-    tokens_NC = ranks.join(_joined([_token_columns(record) for record in records], columns=6))
+    tokens_NC = ranks.join(_joined([_token_columns(record) for record in records], columns=7))
     outcomes = [record.outcome for record in records]
     loss, kl, balance = ranks.totals(
         float(sum(outcome.loss.detach().double() for outcome in outcomes)),
@@ -48,7 +50,7 @@ def step_metrics(records: Sequence[RowRecord], ranks: Ranks = ALONE) -> dict[str
     log_weights_S = ranks.join(_joined(log_weights))
     if not len(tokens_NC):
         return {}
-    entropy_N, lags_N, low_N, high_N, masked_N, capped_N = tokens_NC.unbind(1)
+    entropy_N, lags_N, low_N, high_N, masked_N, capped_N, mass_N = tokens_NC.unbind(1)
     return {
         "loss": loss,
         "kl": kl,
@@ -61,13 +63,14 @@ def step_metrics(records: Sequence[RowRecord], ranks: Ranks = ALONE) -> dict[str
         "capped_fraction": _mean(capped_N),
         "lag_mean": _mean(lags_N),
         "lag_max": float(lags_N.max()),
+        **_kept_metrics(mass_N),
         **_behavior_metrics(gaps_N2[:, 0], gaps_N2[:, 1] > 0, log_weights_S),
     }
 
 
 def _token_columns(record: RowRecord) -> torch.Tensor:
-    """float64 [N, 6]: entropy, lag, clipped low, clipped high, masked, capped."""
-    tokens = record.outcome.tokens
+    """float64 [N, 7]: entropy, lag, clipped low, clipped high, masked, capped, mass of the kept set."""
+    tokens, mass_N = record.outcome.tokens, record.kept_mass_N
     columns = (
         record.entropy_N,
         record.inputs.lags_N,
@@ -75,8 +78,17 @@ def _token_columns(record: RowRecord) -> torch.Tensor:
         tokens.clipped_high_T,
         tokens.masked_T,
         record.outcome.capped_N,
+        torch.full_like(record.entropy_N, torch.nan) if mass_N is None else mass_N,
     )
     return torch.stack([column.double() for column in columns], dim=1)
+
+
+def _kept_metrics(mass_N: torch.Tensor) -> dict[str, float]:
+    """How much of the distribution top-k, top-p and min-p left, over the tokens that were drawn from a cut one."""
+    cut_N = ~mass_N.isnan()
+    if not bool(cut_N.any()):
+        return {}
+    return {"kept_mass": _mean(mass_N[cut_N]), "truncated_fraction": _mean(cut_N)}
 
 
 def _joined(parts: Sequence[torch.Tensor], *, columns: int | None = None) -> torch.Tensor:

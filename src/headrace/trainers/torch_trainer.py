@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from headrace.algos.aggregation import Aggregation, check_aggregation
 from headrace.algos.corrections import CorrectionName, LossName
 from headrace.algos.kl import KLName
+from headrace.data import masks
 from headrace.data.dealing import minibatches
 from headrace.errors import ConfigError, InvariantError, TrainingError
 from headrace.models.lora import LoraSpec
@@ -161,8 +162,9 @@ class TorchTrainer:
     def step_parts(self, parts: Sequence[TrainBatch]) -> StepResult:
         """One step over minibatches that were dealt out; of each, this rank has its share. All ranks return
         the same."""
+        vocab_size = self.policy.config.get_text_config().vocab_size
         for part in parts:
-            _check_batch(part, version=self.version, num_steps=self.num_steps)
+            _check_batch(part, version=self.version, num_steps=self.num_steps, vocab_size=vocab_size)
         step = parts[0].step
         rate = self._learning_rate * rate_factor(
             step, schedule=self._schedule, warmup_steps=self._warmup_steps, total_steps=self._total_steps
@@ -295,14 +297,14 @@ class TorchTrainer:
         for row, is_missing in zip(rows, missing, strict=True):
             logprobs_N = row.inputs.ref_logprobs_N
             if is_missing:
-                computed_N, _ = reference.logprobs(row.tensors)
+                computed_N = reference.values(row.tensors).logprobs_N
                 logprobs_N = computed_N if logprobs_N is None else logprobs_N
             done.append(replace(row, inputs=replace(row.inputs, ref_logprobs_N=logprobs_N)))
         return done
 
     @torch.no_grad()
     def _with_prox(self, row: TrainRow) -> TrainRow:
-        logprobs_N, _ = self._weights.logprobs(row.tensors)
+        logprobs_N = self._weights.values(row.tensors).logprobs_N
         return replace(row, inputs=replace(row.inputs, prox_logprobs_N=logprobs_N))
 
     def accumulate(
@@ -325,8 +327,8 @@ class TorchTrainer:
         for index, row in enumerate(rows):
             self._weights.begin_row(is_last=index == len(rows) - 1)
             with self._balance or nullcontext():
-                logprobs_N, entropy_N = self._weights.logprobs(row.tensors)
-            outcome = self._with_balance(self.objective(logprobs_N, row.inputs), row)
+                values = self._weights.values(row.tensors)
+            outcome = self._with_balance(self.objective(values.logprobs_N, row.inputs), row)
             outcome.loss.backward()
             if row.is_filler:
                 continue
@@ -335,8 +337,9 @@ class TorchTrainer:
                 RowRecord(
                     inputs=row.inputs,
                     outcome=outcome,
-                    policy_logprobs_N=logprobs_N.detach(),
-                    entropy_N=entropy_N,
+                    policy_logprobs_N=values.logprobs_N.detach(),
+                    entropy_N=values.entropy_N,
+                    kept_mass_N=values.kept_mass_N,
                     before_update=before_update,
                 )
             )
@@ -390,7 +393,7 @@ def _check_references(parts: Sequence[TrainBatch]) -> None:
             )
 
 
-def _check_batch(batch: TrainBatch, *, version: int, num_steps: int) -> None:
+def _check_batch(batch: TrainBatch, *, version: int, num_steps: int, vocab_size: int) -> None:
     if (batch.version, batch.step) != (version, num_steps + 1):
         raise InvariantError(
             f"step: batch {batch.step} starts from version {batch.version}, but {num_steps} steps are done "
@@ -398,10 +401,11 @@ def _check_batch(batch: TrainBatch, *, version: int, num_steps: int) -> None:
         )
     for sample in batch.samples:
         name = f"sample {sample.group}/{sample.attempt}"
-        if sample.sampling_mask is not None:
+        mask = sample.sampling_mask
+        wrong = None if mask is None else masks.fault(mask, sample.token_ids, vocab_size=vocab_size)
+        if wrong is not None:
             raise TrainingError(
-                f"{name}: its distribution was truncated, which the trainer does not repeat; set top_k to 0, "
-                "top_p to 1 and min_p to 0"
+                f"{name}: its sampling mask is not that of its tokens: {wrong}; give engine and trainer the same model"
             )
         if sample.temperature <= 0:
             raise TrainingError(f"{name}: temperature 0 leaves nothing to train on; set temperature above 0")
