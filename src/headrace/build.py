@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.algos.catalog import parameter_values
 from headrace.config import EngineSettings, Settings
+from headrace.config.settings import AlgoSettings
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.envs.single_turn import SingleTurn
@@ -53,6 +55,7 @@ def plan(settings: Settings) -> RunPlan:
         drop_zero_variance=rollout.drop_zero_variance,
         overlong_buffer_tokens=algo.overlong_buffer,
         overlong_factor=algo.overlong_factor,
+        truncated_penalty=_truncated_penalty(algo),
         max_tokens=rollout.max_tokens,
         seed=run.seed,
         interrupt=settings.weights.mode,
@@ -63,6 +66,12 @@ def plan(settings: Settings) -> RunPlan:
         stall_s=run.stall_s,
         error_budget=settings.reward.error_budget,
     )
+
+
+def _truncated_penalty(algo: AlgoSettings) -> float:
+    """What an attempt whose completion was cut off loses."""
+    values = parameter_values(algo.loss, algo.corrections, algo.options, guard=algo.guard)
+    return float(values["truncated.penalty"]) if values["truncated.mode"] == "penalise" else 0.0
 
 
 def model_directory(settings: Settings) -> Path:

@@ -18,18 +18,20 @@ waiting-for-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from headrace.algos.aggregation import Aggregation, check_aggregation
-from headrace.algos.corrections import CorrectionName, LossName
+from headrace.algos.corrections import m2po_cutoff
 from headrace.algos.kl import KLName
+from headrace.algos.parameters import of_owner
 from headrace.data.dealing import minibatches
 from headrace.errors import ConfigError, InvariantError, TrainingError
 from headrace.models.lora import LoraSpec
@@ -39,7 +41,8 @@ from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.balance import ExpertBalance
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
-from headrace.trainers.metrics import RowRecord, step_metrics
+from headrace.trainers.guard import Guard, Verdict
+from headrace.trainers.metrics import RowRecord, behavior_metrics, starts, step_metrics
 from headrace.trainers.objective import Objective, RowOutcome
 from headrace.trainers.optim import Schedule, build_adamw, check_schedule, rate_factor, set_learning_rate
 from headrace.trainers.placement import place_weights
@@ -65,14 +68,14 @@ class TorchTrainer:
         expert_ranks: int = 1,
         offload: bool = False,
         tokenizer_dir: Path | None = None,
-        loss: LossName = "ppo",
+        loss: str = "ppo",
         aggregation: Aggregation = "token-mean",
         max_tokens: int | None = None,
         clip_low: float | None = None,
         clip_high: float | None = None,
-        dual_clip: float | None = None,
-        correction: CorrectionName = "none",
-        tis_cap: float = 2.0,
+        corrections: Sequence[str] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+        guard: str = "warn",
         kl: KLName = "none",
         kl_coef: float = 0.0,
         keep_reference: bool = True,
@@ -96,15 +99,17 @@ class TorchTrainer:
         first has the model's weights and the ``sender``, on the others ``model`` is hollow; groups of
         ``expert_ranks`` divide a mixture's experts. ``offload`` keeps weights and optimizer state in host
         memory, for ranks with a process group. ``compute_dtype`` is what the model is computed and published
-        in. ``keep_reference`` False: the reference of a KL term is not kept here, samples bring its
-        log-probabilities. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``;
+        in. ``options`` are parameters of the loss, its ``corrections`` and the ``guard`` by qualified name
+        (``catalog.PARAMETERS``). ``keep_reference`` False: the reference of a KL term is not kept here,
+        samples bring its log-probabilities. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``;
         ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt once for all attempts at it
         (None: on a GPU); ``eager`` compiles nothing, for debugging. ``lora``: train this adapter and leave the
         model's own weights alone."""
         self.objective = Objective(
-            loss=loss, correction=correction, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
-            tis_cap=tis_cap, kl=kl, kl_coef=kl_coef,
+            loss=loss, corrections=corrections, clip_low=clip_low, clip_high=clip_high, options=options,
+            guard=guard, kl=kl, kl_coef=kl_coef,
         )  # fmt: skip
+        self._guard = Guard(guard, **of_owner(self.objective.composition.values, "guard"))
         check_aggregation(aggregation, max_tokens=max_tokens)
         check_schedule(schedule, warmup_steps=warmup_steps, total_steps=total_steps)
         _check_numbers(minibatches, row_tokens, learning_rate, grad_clip)
@@ -163,15 +168,20 @@ class TorchTrainer:
         rate = self._learning_rate * rate_factor(
             step, schedule=self._schedule, warmup_steps=self._warmup_steps, total_steps=self._total_steps
         )
-        set_learning_rate(self.optimizer, rate)
+        verdict = Verdict()
         records: list[RowRecord] = []
         norms: list[float] = []
         skipped: str | None = None
         with self.ledger.activity("forward-backward"):
-            for index, rows in enumerate(self._prepare(parts)):
+            parts, left_out = self._without_truncated(parts)
+            prepared = self._prepare(parts)
+            for index, rows in enumerate(prepared):
                 name = f"minibatch {index + 1} of {len(parts)}: " if len(parts) > 1 else ""
                 recorded = self.accumulate(rows, before_update=index == 0)
                 records += recorded
+                if index == 0:
+                    verdict = self._judge(recorded, prepared[1:], step=step)
+                    set_learning_rate(self.optimizer, rate * verdict.rate_factor)
                 norm, reason = self._update(recorded)
                 norms.append(norm)
                 if reason is not None and self._on_nonfinite == "stop" and reason != _NOTHING:
@@ -180,7 +190,7 @@ class TorchTrainer:
                         "or set trainer.on_nonfinite to skip"
                     )
                 skipped = skipped if reason is None else name + reason
-            metrics = step_metrics(records, self._ranks)
+            metrics = step_metrics(records, self.objective, self._ranks) | left_out
         num_loss_tokens, num_rows = self._ranks.totals(
             sum(record.policy_logprobs_N.numel() for record in records), len(records)
         )
@@ -190,8 +200,39 @@ class TorchTrainer:
             version=self.version,
             num_loss_tokens=int(num_loss_tokens),
             skipped=skipped,
-            metrics=metrics | {"grad_norm": max(norms), "learning_rate": rate, "num_rows": num_rows},
+            warning=verdict.warning,
+            metrics=metrics
+            | {
+                "grad_norm": max(norms),
+                "learning_rate": rate * verdict.rate_factor,
+                "num_rows": num_rows,
+            },
         )
+
+    def _without_truncated(self, parts: Sequence[TrainBatch]) -> tuple[list[TrainBatch], dict[str, float]]:
+        """The minibatches without completions that were cut off, if these are not to be trained on; and a metric."""
+        if self.objective.option("truncated.mode") != "mask":
+            return list(parts), {}
+        kept = [
+            replace(part, samples=tuple(s for s in part.samples if s.finish_reason != "length"))
+            for part in parts
+        ]
+        before, after = self._ranks.totals(*(sum(_loss_tokens(p) for p in side) for side in (parts, kept)))
+        return kept, {"masked_by_truncated": 1 - after / max(before, 1)}
+
+    def _judge(
+        self, first: Sequence[RowRecord], later: Sequence[Sequence[TrainRow]], *, step: int
+    ) -> Verdict:
+        """What the guard says to the batch, as far as it is known before the first update."""
+        known = [
+            (row.inputs.prox_logprobs_N, row.inputs) for rows in later for row in rows if not row.is_filler
+        ]
+        ahead = [(prox_N, inputs) for prox_N, inputs in known if prox_N is not None]
+        try:
+            return self._guard.judge(behavior_metrics([*starts(first), *ahead], self._ranks), step=step)
+        except TrainingError:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
 
     def publish(self, version: int) -> WeightManifest:
         """Copy the current weights out through the sender."""
@@ -269,6 +310,7 @@ class TorchTrainer:
                 share_prefixes=self._share_prefixes,
                 device=self._device,
                 ranks=self._ranks,
+                parts=self.objective.parts,
             )
             for part in parts
         ]
@@ -278,8 +320,10 @@ class TorchTrainer:
             with self._weights.off() if isinstance(self._weights, AdapterWeights) else nullcontext():
                 rows_of_parts = [self._with_reference(rows) for rows in rows_of_parts]
         # With one minibatch the policy is prox itself, and the extra pass would compute the same numbers.
-        if self.objective.needs_prox and len(parts) > 1:
+        if self.objective.needs_batch or (self.objective.needs_prox and len(parts) > 1):
             rows_of_parts = [[self._with_prox(row) for row in rows] for rows in rows_of_parts]
+        if self.objective.needs_batch:
+            rows_of_parts = self._with_cutoff(rows_of_parts)
         return rows_of_parts
 
     @torch.no_grad()
@@ -300,6 +344,20 @@ class TorchTrainer:
     def _with_prox(self, row: TrainRow) -> TrainRow:
         logprobs_N, _ = self._weights.logprobs(row.tensors)
         return replace(row, inputs=replace(row.inputs, prox_logprobs_N=logprobs_N))
+
+    def _with_cutoff(self, rows_of_parts: Sequence[Sequence[TrainRow]]) -> list[list[TrainRow]]:
+        gaps = [
+            row.inputs.prox_logprobs_N - row.inputs.behavior_logprobs_N
+            for rows in rows_of_parts
+            for row in rows
+            if row.inputs.prox_logprobs_N is not None
+        ]
+        own_B = torch.cat(gaps) if gaps else torch.zeros(0)
+        cutoff = m2po_cutoff(self._ranks.join(own_B), tau=self.objective.option("m2po.tau"))
+        return [
+            [replace(row, inputs=replace(row.inputs, m2po_cutoff=cutoff)) for row in rows]
+            for rows in rows_of_parts
+        ]
 
     def accumulate(
         self, rows: Sequence[TrainRow], *, before_update: bool, update_follows: bool = True
@@ -374,6 +432,10 @@ def _check_numbers(minibatches: int, row_tokens: int, learning_rate: float, grad
             "minibatches and row_tokens must be at least 1, learning_rate at least 0, grad_clip None or "
             f"above 0, not {minibatches}, {row_tokens}, {learning_rate} and {grad_clip}"
         )
+
+
+def _loss_tokens(batch: TrainBatch) -> int:
+    return sum(sample.num_loss_tokens for sample in batch.samples)
 
 
 def _check_references(parts: Sequence[TrainBatch]) -> None:

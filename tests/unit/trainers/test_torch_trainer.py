@@ -60,7 +60,7 @@ def reference_loss(
         behavior = torch.from_numpy(sample.behavior_logprobs[sample.loss_mask])
         advantage = float(sample.advantages[sample.loss_mask][0])
         anchor, weight = behavior, torch.ones_like(policy)
-        if settings.get("correction") == "tis" or settings.get("loss") == "decoupled":
+        if settings.get("corrections") == ("tis",) or settings.get("loss") == "decoupled":
             anchor = policy.detach()
             weight = torch.clamp((policy.detach() - behavior).exp(), max=1.3)
         ratio = (policy - anchor).exp()
@@ -83,8 +83,8 @@ def reference_loss(
     [
         {},
         {"loss": "cispo"},
-        {"correction": "tis", "tis_cap": 1.3},
-        {"loss": "decoupled", "tis_cap": 1.3},
+        {"corrections": ("tis",), "options": {"tis.cap": 1.3}},
+        {"loss": "decoupled", "options": {"decoupled.cap": 1.3}},
         {"aggregation": "seq-mean-token-mean"},
         {"kl": "k3", "kl_coef": 0.1},
     ],
@@ -349,13 +349,15 @@ def test_batches_out_of_order_or_untrainable_are_refused(build: Build, make_batc
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss": "decoupled", "correction": "tis"}, "twice"),
+        ({"loss": "decoupled", "corrections": ("tis",)}, "twice"),
         ({"kl": "k3"}, "kl_coef"),
         ({"kl_coef": 0.1}, "no effect"),
         ({"schedule": "cosine"}, "total_steps"),
         ({"aggregation": "seq-mean-token-sum-norm"}, "max_tokens"),
         ({"minibatches": 0}, "minibatches"),
-        ({"tis_cap": 0.0}, "tis_cap"),
+        ({"corrections": ("tis",), "options": {"tis.cap": 0.0}}, "tis.cap"),
+        ({"guard": "loud"}, "guard"),
+        ({"kl": "k1", "kl_coef": 0.1}, "zero in expectation"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str, build: Build) -> None:
