@@ -43,7 +43,7 @@ from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
 from headrace.trainers.guard import Guard, Verdict
 from headrace.trainers.metrics import RowRecord, behavior_metrics, starts, step_metrics
-from headrace.trainers.objective import Objective, RowOutcome
+from headrace.trainers.objective import Objective, Part, RowOutcome
 from headrace.trainers.optim import Schedule, build_adamw, check_schedule, rate_factor, set_learning_rate
 from headrace.trainers.placement import place_weights
 from headrace.trainers.ranks import ALONE, Ranks
@@ -76,6 +76,7 @@ class TorchTrainer:
         corrections: Sequence[str] = (),
         options: Mapping[str, Any] = MappingProxyType({}),
         guard: str = "warn",
+        parts: Sequence[Part] = (),
         kl: KLName = "none",
         kl_coef: float = 0.0,
         keep_reference: bool = True,
@@ -100,14 +101,14 @@ class TorchTrainer:
         ``expert_ranks`` divide a mixture's experts. ``offload`` keeps weights and optimizer state in host
         memory, for ranks with a process group. ``compute_dtype`` is what the model is computed and published
         in. ``options`` are parameters of the loss, its ``corrections`` and the ``guard`` by qualified name
-        (``catalog.PARAMETERS``). ``keep_reference`` False: the reference of a KL term is not kept here,
-        samples bring its log-probabilities. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``;
-        ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt once for all attempts at it
-        (None: on a GPU); ``eager`` compiles nothing, for debugging. ``lora``: train this adapter and leave the
-        model's own weights alone."""
+        (``catalog.PARAMETERS``), ``parts`` further components of the loss. ``keep_reference`` False: the
+        reference of a KL term is not kept here, samples bring its log-probabilities. ``max_tokens`` is the
+        constant of aggregation ``seq-mean-token-sum-norm``; ``grad_clip`` None clips nothing.
+        ``share_prefixes`` computes a prompt once for all attempts at it (None: on a GPU); ``eager`` compiles
+        nothing, for debugging. ``lora``: train this adapter and leave the model's own weights alone."""
         self.objective = Objective(
             loss=loss, corrections=corrections, clip_low=clip_low, clip_high=clip_high, options=options,
-            guard=guard, kl=kl, kl_coef=kl_coef,
+            guard=guard, kl=kl, kl_coef=kl_coef, parts=parts,
         )  # fmt: skip
         self._guard = Guard(guard, **of_owner(self.objective.composition.values, "guard"))
         check_aggregation(aggregation, max_tokens=max_tokens)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from headrace.algos.catalog import LOSSES
 from headrace.bench.train import Workload, random_samples
 from headrace.errors import CheckpointError, ConfigError, InvariantError, TrainingError
 from headrace.models.loading import make_tiny_model
@@ -121,6 +122,36 @@ def row_gradients(trainer: TorchTrainer, batch: TrainBatch) -> dict[str, torch.T
     return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
+COMPOSITIONS: list[dict[str, Any]] = [
+    *({"loss": loss} for loss in LOSSES if loss not in ("ppo", "gspo")),
+    {"corrections": ("icepop", "k3-filter"), "options": {"k3-filter.limit": 0.3}},
+    {"corrections": ("mis", "opsm"), "loss": "cispo"},
+    {
+        "corrections": ("geo-filter", "max-k2-filter"),
+        "options": {"geo-filter.low": 0.5, "geo-filter.high": 2.0},
+    },
+    {"loss": "gmpo", "corrections": ("seq-tis",)},
+    {"loss": "gspo", "corrections": ("seq-mis",)},
+    {"loss": "aipo", "corrections": ("m2po",), "options": {"m2po.tau": 0.2}},
+    {"loss": "decoupled", "options": {"decoupled.prox": "interpolated"}},
+]
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("settings", COMPOSITIONS, ids=lambda s: "-".join(map(str, s.values())))
+def test_every_composition_gives_the_same_gradients_however_rows_are_cut(
+    settings: dict[str, Any], minibatches: int, build: Build, make_batch: MakeBatch
+) -> None:
+    batch = make_batch(3, num_samples=10)
+    gradients = []
+    for row_tokens in (10_000, 1):
+        trainer = build(row_tokens=row_tokens, minibatches=minibatches, **settings)
+        gradients.append(row_gradients(trainer, batch))
+    assert any(float(gradient.abs().max()) > 1e-6 for gradient in gradients[0].values())
+    for name in gradients[0]:
+        torch.testing.assert_close(gradients[1][name], gradients[0][name], atol=2e-6, rtol=1e-4)
+
+
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
 def test_many_small_rows_give_the_gradients_of_one_big_row(
@@ -202,6 +233,11 @@ def test_metrics_against_their_definitions(
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-3), name
     assert 0 < metrics["entropy"] < math.log(32)
+    assert metrics["lag_share_0"] == pytest.approx(metrics["fresh_fraction"])
+    assert metrics["lag_share_0"] + metrics["lag_share_1"] == pytest.approx(1.0)
+    assert metrics["lag_share_2_3"] == metrics["lag_share_4_7"] == metrics["lag_share_8_up"] == 0.0
+    assert metrics["version_span_mean"] == metrics["version_span_max"] == 0.0
+    assert metrics["masked_by_clip"] == metrics["masked_fraction"]
     assert metrics["masked_fraction"] == metrics["clip_fraction_low"] + metrics["clip_fraction_high"] > 0
 
 
