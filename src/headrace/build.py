@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.algos.catalog import parameter_values
+from headrace.algos.composition import parameter_values
 from headrace.config import EngineSettings, Settings
 from headrace.config.settings import AlgoSettings
 from headrace.data import tasks as task_sources

@@ -1,6 +1,6 @@
 """Policy-gradient losses, per token, by name; aggregation and corrections are separate and named elsewhere.
 
-In: ``LossTokens``, whose anchor ``catalog.ratio_plan`` has chosen, and the loss's own parameters. Out: [T] losses
+In: ``LossTokens``, whose anchor ``composition.ratio_plan`` has chosen, and the loss's own parameters. Out: [T] losses
 to minimise, and which tokens the loss's bounds touched. Nothing here averages over a batch, so a step may be cut
 into rows in any way. Formulas, defaults and sources are in ``catalog.LOSSES``.
 """

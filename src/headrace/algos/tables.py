@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from headrace.algos.catalog import CORRECTIONS, LOSSES, PARAMETERS, Parameter, ratio_plan
+from headrace.algos.catalog import CORRECTIONS, LOSSES, PARAMETERS
+from headrace.algos.composition import ratio_plan
+from headrace.algos.parameters import Parameter
 from headrace.errors import ConfigError
 
 

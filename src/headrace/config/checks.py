@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from headrace.algos.catalog import compose
+from headrace.algos.composition import compose
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:

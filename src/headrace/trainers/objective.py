@@ -3,7 +3,7 @@
 In: log-probabilities of a row's loss tokens under the policy (with gradient) and everything recorded
 about those tokens. Out: one scalar to run backward from, already divided by the whole optimizer step's
 normaliser, and per-token values for the metrics. Which ratio is compared and which is a weight is fixed
-by ``catalog.compose``; settings that would have no effect are refused.
+by ``composition.compose``; settings that would have no effect are refused.
 
 The loss is a sum of ``Component`` objects, each with weights of its own: tokens that one of them adds never dilute
 those of another. A further component (distillation, an auxiliary loss) is a ``Part`` given to the objective:
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from headrace.algos.aggregation import aggregate
-from headrace.algos.catalog import Composition, compose
+from headrace.algos.composition import Composition, compose
 from headrace.algos.corrections import (
     FILTERS,
     WEIGHTS,

@@ -11,17 +11,18 @@ Legend: N loss tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from headrace.algos.aggregation import Aggregation, sequence_weights
+from headrace.algos.corrections import m2po_cutoff
 from headrace.data.packing import PackedRow, pack
 from headrace.trainers.logprobs import RowTensors, row_tensors
 from headrace.trainers.objective import LossInputs, Part
 from headrace.trainers.ranks import ALONE, Ranks
-from headrace.types import NO_KV, Sample
+from headrace.types import NO_KV, Sample, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,13 @@ class TrainRow:
     def is_filler(self) -> bool:
         """Computed only to keep in step with the other ranks."""
         return self.tensors.targets_N.numel() == 0
+
+    @property
+    def start(self) -> tuple[torch.Tensor, LossInputs] | None:
+        """Log-probabilities of the weights the step starts from and what they are compared with; None: they are not
+        known before the row is computed."""
+        prox_N = self.inputs.prox_logprobs_N
+        return None if prox_N is None or self.is_filler else (prox_N, self.inputs)
 
 
 def train_rows(
@@ -83,6 +91,30 @@ def train_rows(
     nothing = {part.name: _NO_WEIGHTS for part in parts}
     filler = _device_row(*_EMPTY, parts=nothing, version=version, device=device)
     return rows + [filler] * num_fillers
+
+
+def without_truncated(parts: Sequence[TrainBatch], ranks: Ranks) -> tuple[list[TrainBatch], float]:
+    """The minibatches without completions that were cut off at their length, and the share of tokens left out."""
+    kept = [
+        replace(part, samples=tuple(s for s in part.samples if s.finish_reason != "length")) for part in parts
+    ]
+    before, after = ranks.totals(
+        *(sum(s.num_loss_tokens for part in side for s in part.samples) for side in (parts, kept))
+    )
+    return kept, 1 - after / max(before, 1)
+
+
+def with_cutoff(
+    rows_of_parts: Sequence[Sequence[TrainRow]], *, tau: float, ranks: Ranks
+) -> list[list[TrainRow]]:
+    """Rows that know which of their tokens ``m2po`` leaves out, judged over the whole batch; prox is computed."""
+    known = [start for rows in rows_of_parts for row in rows if (start := row.start) is not None]
+    gaps = [prox_N - inputs.behavior_logprobs_N for prox_N, inputs in known]
+    cutoff = m2po_cutoff(ranks.join(torch.cat(gaps) if gaps else torch.zeros(0)), tau=tau)
+    return [
+        [replace(row, inputs=replace(row.inputs, m2po_cutoff=cutoff)) for row in rows]
+        for rows in rows_of_parts
+    ]
 
 
 _SILENT = Sample(

@@ -29,7 +29,6 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.algos.aggregation import Aggregation, check_aggregation
-from headrace.algos.corrections import m2po_cutoff
 from headrace.algos.kl import KLName
 from headrace.algos.parameters import of_owner
 from headrace.data.dealing import minibatches
@@ -47,7 +46,7 @@ from headrace.trainers.objective import Objective, Part, RowOutcome
 from headrace.trainers.optim import Schedule, build_adamw, check_schedule, rate_factor, set_learning_rate
 from headrace.trainers.placement import place_weights
 from headrace.trainers.ranks import ALONE, Ranks
-from headrace.trainers.rows import TrainRow, train_rows
+from headrace.trainers.rows import TrainRow, train_rows, with_cutoff, without_truncated
 from headrace.types import BundleKind, StepResult, TrainBatch, WeightManifest
 
 ComputeDtype = Literal["fp32", "bf16"]
@@ -174,7 +173,9 @@ class TorchTrainer:
         norms: list[float] = []
         skipped: str | None = None
         with self.ledger.activity("forward-backward"):
-            parts, left_out = self._without_truncated(parts)
+            left_out: dict[str, float] = {}
+            if self.objective.option("truncated.mode") == "mask":
+                parts, left_out["masked_by_truncated"] = without_truncated(parts, self._ranks)
             prepared = self._prepare(parts)
             for index, rows in enumerate(prepared):
                 name = f"minibatch {index + 1} of {len(parts)}: " if len(parts) > 1 else ""
@@ -210,27 +211,16 @@ class TorchTrainer:
             },
         )
 
-    def _without_truncated(self, parts: Sequence[TrainBatch]) -> tuple[list[TrainBatch], dict[str, float]]:
-        """The minibatches without completions that were cut off, if these are not to be trained on; and a metric."""
-        if self.objective.option("truncated.mode") != "mask":
-            return list(parts), {}
-        kept = [
-            replace(part, samples=tuple(s for s in part.samples if s.finish_reason != "length"))
-            for part in parts
-        ]
-        before, after = self._ranks.totals(*(sum(_loss_tokens(p) for p in side) for side in (parts, kept)))
-        return kept, {"masked_by_truncated": 1 - after / max(before, 1)}
-
     def _judge(
         self, first: Sequence[RowRecord], later: Sequence[Sequence[TrainRow]], *, step: int
     ) -> Verdict:
         """What the guard says to the batch, as far as it is known before the first update."""
         known = [
-            (row.inputs.prox_logprobs_N, row.inputs) for rows in later for row in rows if not row.is_filler
+            *starts(first),
+            *(start for rows in later for row in rows if (start := row.start) is not None),
         ]
-        ahead = [(prox_N, inputs) for prox_N, inputs in known if prox_N is not None]
         try:
-            return self._guard.judge(behavior_metrics([*starts(first), *ahead], self._ranks), step=step)
+            return self._guard.judge(behavior_metrics(known, self._ranks), step=step)
         except TrainingError:
             self.optimizer.zero_grad(set_to_none=True)
             raise
@@ -324,7 +314,9 @@ class TorchTrainer:
         if self.objective.needs_batch or (self.objective.needs_prox and len(parts) > 1):
             rows_of_parts = [[self._with_prox(row) for row in rows] for rows in rows_of_parts]
         if self.objective.needs_batch:
-            rows_of_parts = self._with_cutoff(rows_of_parts)
+            rows_of_parts = with_cutoff(
+                rows_of_parts, tau=self.objective.option("m2po.tau"), ranks=self._ranks
+            )
         return rows_of_parts
 
     @torch.no_grad()
@@ -345,20 +337,6 @@ class TorchTrainer:
     def _with_prox(self, row: TrainRow) -> TrainRow:
         logprobs_N, _ = self._weights.logprobs(row.tensors)
         return replace(row, inputs=replace(row.inputs, prox_logprobs_N=logprobs_N))
-
-    def _with_cutoff(self, rows_of_parts: Sequence[Sequence[TrainRow]]) -> list[list[TrainRow]]:
-        gaps = [
-            row.inputs.prox_logprobs_N - row.inputs.behavior_logprobs_N
-            for rows in rows_of_parts
-            for row in rows
-            if row.inputs.prox_logprobs_N is not None
-        ]
-        own_B = torch.cat(gaps) if gaps else torch.zeros(0)
-        cutoff = m2po_cutoff(self._ranks.join(own_B), tau=self.objective.option("m2po.tau"))
-        return [
-            [replace(row, inputs=replace(row.inputs, m2po_cutoff=cutoff)) for row in rows]
-            for rows in rows_of_parts
-        ]
 
     def accumulate(
         self, rows: Sequence[TrainRow], *, before_update: bool, update_follows: bool = True
@@ -433,10 +411,6 @@ def _check_numbers(minibatches: int, row_tokens: int, learning_rate: float, grad
             "minibatches and row_tokens must be at least 1, learning_rate at least 0, grad_clip None or "
             f"above 0, not {minibatches}, {row_tokens}, {learning_rate} and {grad_clip}"
         )
-
-
-def _loss_tokens(batch: TrainBatch) -> int:
-    return sum(sample.num_loss_tokens for sample in batch.samples)
 
 
 def _check_references(parts: Sequence[TrainBatch]) -> None:

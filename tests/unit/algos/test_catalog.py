@@ -9,7 +9,8 @@ import pytest
 
 from headrace.algos import losses
 from headrace.algos.advantages import ADVANTAGES
-from headrace.algos.catalog import CORRECTIONS, LOSSES, PARAMETERS, RatioPlan, compose, ratio_plan
+from headrace.algos.catalog import CORRECTIONS, LOSSES, PARAMETERS
+from headrace.algos.composition import RatioPlan, compose, ratio_plan
 from headrace.algos.corrections import FILTERS, WEIGHTS
 from headrace.algos.tables import TABLES, fill
 from headrace.config.settings import AlgoSettings

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from headrace.algos.catalog import LOSSES as ENTRIES
-from headrace.algos.catalog import compose
+from headrace.algos.composition import compose
 from headrace.algos.losses import LOSSES
 from headrace.algos.parameters import of_owner
 from headrace.algos.ratios import LossTokens, TokenLoss

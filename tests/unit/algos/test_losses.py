@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.algos.catalog import clips_of, compose
 from headrace.algos.clipped_losses import gspo, ppo
+from headrace.algos.composition import clips_of, compose
 from headrace.algos.losses import LOSSES
 from headrace.algos.ratios import LossTokens, TokenLoss
 from headrace.errors import ConfigError
