@@ -13,6 +13,7 @@ from headrace.algos.catalog import CORRECTIONS, LOSSES, PARAMETERS
 from headrace.algos.composition import RatioPlan, compose, ratio_plan
 from headrace.algos.corrections import FILTERS, WEIGHTS
 from headrace.algos.tables import TABLES, fill
+from headrace.config import load
 from headrace.config.settings import AlgoSettings
 from headrace.errors import ConfigError
 
@@ -80,6 +81,13 @@ def test_every_problem_of_the_options_is_named_at_once() -> None:
 def test_the_page_has_the_generated_tables(name: str) -> None:
     assert TABLES[name]() in PAGE.read_text(encoding="utf-8"), (
         "docs/losses.md is out of date: run `make docs`"
+    )
+
+
+def test_the_example_is_a_composition_that_can_be_built() -> None:
+    algo = load(PAGE.parents[1] / "examples" / "composed_loss.toml").algo
+    assert compose(algo.loss, algo.corrections, options=algo.options, guard=algo.guard).plan == RatioPlan(
+        "prox", "tis", ("k3-filter",)
     )
 
 
