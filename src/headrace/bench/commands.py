@@ -211,13 +211,13 @@ def bench_lag(
     first_seed: Annotated[int, typer.Option(min=0, help="the first of them")] = 0,
     picture: Annotated[Path | None, typer.Option(help="write the figure here as SVG")] = None,
     sweep: Annotated[
-        Path | None, typer.Option(help="sweep lags and compositions; cells are kept in this file")
+        Path | None, typer.Option(help="sweep lags and compositions; finished runs are kept in this folder")
     ] = None,
     lag: Annotated[list[int] | None, typer.Option(min=0, help="of the sweep; may be repeated")] = None,
     composition: Annotated[
         list[str] | None, typer.Option(help="of the sweep, such as cispo+tis; may be repeated")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="of each run of the sweep")] = 150,
+    steps: Annotated[int, typer.Option(min=1, help="of each run of the sweep")] = 120,
     groups: Annotated[int, typer.Option(min=1, help="groups of 16 attempts a step of the sweep")] = 8,
     json_file: JsonFile = None,
     show_traceback: Traceback = False,

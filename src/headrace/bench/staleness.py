@@ -4,7 +4,8 @@ In: lags, compositions (a loss and its corrections joined by ``+``, such as ``ci
 and samples. Out: the reward over the last tenth of each run, as tables and one picture with the spread. All cells
 train on equally many samples; cells of one seed have the same model, tasks and noise, so they are compared in pairs.
 The inline launcher keeps the queue full, so tokens really are about as old as the lag allows. Every finished cell
-is written to the file at once, and a later call goes on where an earlier one ended.
+is written to a file of its own at once: a later call goes on where an earlier one ended, and processes with other
+seeds may fill the same folder.
 
 At lag 0 every loss is the plain policy gradient (tested), so that cell is run once a seed and counts for all.
 """
@@ -35,7 +36,7 @@ COMPOSITIONS = (
 ON_POLICY = "all"
 """What the cells of lag 0 are filed under."""
 RECIPE = (
-    *("run.console=off", "run.launcher=inline", "run.checkpoint_every=0", "warm_start.steps=30"),
+    *("run.console=off", "run.launcher=inline", "run.checkpoint_every=0", "warm_start.steps=60"),
     *("trainer.schedule=constant", "rollout.group_size=16"),
 )
 
@@ -44,7 +45,7 @@ RECIPE = (
 class Budget:
     """What every cell may spend."""
 
-    steps: int = 150
+    steps: int = 120
     groups: int = 8
     """Groups of 16 attempts in a step."""
     learning_rate: float = 8e-4
@@ -68,7 +69,7 @@ def overrides(composition: str, lag: int, budget: Budget) -> list[str]:
 
 
 def sweep(
-    path: Path,
+    folder: Path,
     *,
     seeds: Sequence[int],
     lags: Sequence[int] = LAGS,
@@ -76,28 +77,32 @@ def sweep(
     budget: Budget | None = None,
     on_run: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Every cell that ``path`` does not hold yet, seed by seed; returns all that it then holds of these."""
+    """Every cell that ``folder`` does not hold yet, seed by seed; then the figures of all of these."""
     budget = budget or Budget()
-    stored = _read(path, budget)
-    wanted = [(s, lag, c) for s in seeds for lag in lags for c in ([ON_POLICY] if lag == 0 else compositions)]
     for composition in compositions:
         overrides(composition, max(lags), budget)
-    missing = [cell for cell in wanted if _key(*cell) not in stored["cells"]]
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = [(s, lag, c) for s in seeds for lag in lags for c in ([ON_POLICY] if lag == 0 else compositions)]
+    missing = [cell for cell in wanted if _read(folder, budget, *cell) is None]
     for number, (seed, lag, composition) in enumerate(missing, 1):
         begun = time.monotonic()
         rewards = _run(overrides(composition, lag, budget), seed)
-        seconds = time.monotonic() - begun
-        stored["cells"][_key(seed, lag, composition)] = {
-            "rewards": [round(reward, 5) for reward in rewards],
+        cell = {
+            "seed": seed,
+            "lag": lag,
+            "composition": composition,
+            "budget": asdict(budget),
             "final": final_reward(rewards),
-            "seconds": round(seconds, 1),
+            "seconds": round(time.monotonic() - begun, 1),
+            "rewards": [round(reward, 5) for reward in rewards],
         }
-        _write(path, stored)
+        _write(_path(folder, seed, lag, composition), cell)
         on_run(
             f"{number} of {len(missing)}: seed {seed}, lag {lag}, {composition}: {rewards[0]:.3f} -> "
-            f"{final_reward(rewards):.3f} in {seconds:.0f} s"
+            f"{cell['final']:.3f} in {cell['seconds']:.0f} s"
         )
-    return figures(stored["cells"], seeds=seeds, lags=lags, compositions=compositions)
+    cells = [_read(folder, budget, *cell) for cell in wanted]
+    return figures([cell for cell in cells if cell is not None], lags=lags, compositions=compositions)
 
 
 def _run(settings: Sequence[str], seed: int) -> tuple[float, ...]:
@@ -108,53 +113,51 @@ def _run(settings: Sequence[str], seed: int) -> tuple[float, ...]:
     return result.rewards
 
 
-def _key(seed: int, lag: int, composition: str) -> str:
-    return f"seed {seed}, lag {lag}, {composition}"
+def _path(folder: Path, seed: int, lag: int, composition: str) -> Path:
+    return folder / f"seed-{seed}-lag-{lag}-{composition}.json"
 
 
-def _read(path: Path, budget: Budget) -> dict[str, Any]:
+def _read(folder: Path, budget: Budget, seed: int, lag: int, composition: str) -> dict[str, Any] | None:
+    """A finished cell, or None."""
+    path = _path(folder, seed, lag, composition)
     if not path.exists():
-        return {"budget": asdict(budget), "cells": {}}
-    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if stored["budget"] != asdict(budget):
+        return None
+    cell: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if cell["budget"] != asdict(budget):
         raise ConfigError(
-            f"{path} holds cells of another budget ({stored['budget']}): go on with that budget, or name another file"
+            f"{path} is of another budget ({cell['budget']}): go on with that budget, or name another folder"
         )
-    return stored
+    return cell
 
 
-def _write(path: Path, stored: Mapping[str, Any]) -> None:
+def _write(path: Path, cell: Mapping[str, Any]) -> None:
     """Whole or not at all, so that an interrupted sweep can always go on."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(stored, indent=1), encoding="utf-8")
+    partial.write_text(json.dumps(cell), encoding="utf-8")
     partial.replace(path)
 
 
 def figures(
-    cells: Mapping[str, Mapping[str, Any]],
-    *,
-    seeds: Sequence[int],
-    lags: Sequence[int],
-    compositions: Sequence[str],
+    cells: Sequence[Mapping[str, Any]], *, lags: Sequence[int], compositions: Sequence[str]
 ) -> dict[str, Any]:
-    """Final rewards by composition and lag, in the order of the seeds; and paired differences from lag 0 and from
-    the first composition at the same lag."""
-
-    def finals(composition: str, lag: int) -> list[float]:
-        name = ON_POLICY if lag == 0 else composition
-        return [float(cells[_key(seed, lag, name)]["final"]) for seed in seeds]
-
-    rewards = {c: {lag: finals(c, lag) for lag in lags} for c in compositions}
+    """Final rewards by composition and lag, in the order of the seeds; and paired differences from the first lag and
+    from the first composition at the same lag."""
+    finals = {(cell["seed"], cell["lag"], cell["composition"]): float(cell["final"]) for cell in cells}
+    seeds = sorted({cell["seed"] for cell in cells})
+    rewards = {
+        c: {lag: [finals[seed, lag, ON_POLICY if lag == 0 else c] for seed in seeds] for lag in lags}
+        for c in compositions
+    }
     base = rewards[compositions[0]]
     return {
-        "seeds": list(seeds),
+        "seeds": seeds,
         "lags": list(lags),
         "rewards": rewards,
         "against_first": {c: {lag: _paired(by[lag], base[lag]) for lag in lags} for c, by in rewards.items()},
-        "against_lag_0": {
+        "against_first_lag": {
             c: {lag: _paired(by[lag], by[lags[0]]) for lag in lags} for c, by in rewards.items()
         },
-        "cell_seconds": statistics.fmean(float(cell["seconds"]) for cell in cells.values()),
+        "cell_seconds": statistics.fmean(float(cell["seconds"]) for cell in cells),
     }
 
 

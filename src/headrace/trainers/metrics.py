@@ -107,7 +107,7 @@ def _version_spans(row: LossInputs) -> torch.Tensor:
     newest_S = lags_N.new_full((row.num_sequences,), math.inf).scatter_reduce_(
         0, row.sequence_N, lags_N, "amin"
     )
-    return (oldest_S - newest_S)[oldest_S >= 0]
+    return (oldest_S - newest_S)[oldest_S.isfinite()]
 
 
 def _joined(parts: Sequence[torch.Tensor], *, columns: int | None = None) -> torch.Tensor:

@@ -33,22 +33,23 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, str]]:
 def test_a_sweep_runs_each_cell_once_and_goes_on_where_it_ended(
     tmp_path: Path, runs: list[tuple[int, str, str]]
 ) -> None:
-    path = tmp_path / "sweep.json"
+    path = tmp_path / "sweep"
     staleness.sweep(path, seeds=[0], **SMALL)
     # At lag 0 every composition is the same, so it is run once.
     assert runs == [(0, "ppo[]", "0"), (0, "ppo[]", "4"), (0, 'ppo["tis"]', "4")]
     found = staleness.sweep(path, seeds=[0, 1], **SMALL)
     assert len(runs) == 6 and all(seed == 1 for seed, _, _ in runs[3:])
-    assert len(json.loads(path.read_text())["cells"]) == 6
+    assert len(list(path.glob("*.json"))) == 6 == len(list(path.iterdir()))
+    assert json.loads((path / "seed-1-lag-4-ppo+tis.json").read_text())["final"] == pytest.approx(0.79)
     assert found["rewards"]["ppo"][4] == pytest.approx([0.7, 0.69])
     assert found["against_first"]["ppo+tis"][4] == pytest.approx([0.1, 0.1])
-    assert found["against_lag_0"]["ppo"][4] == pytest.approx([-0.2, -0.2])
+    assert found["against_first_lag"]["ppo"][4] == pytest.approx([-0.2, -0.2])
 
 
 def test_an_interrupted_sweep_keeps_what_it_has(
     tmp_path: Path, runs: list[tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "sweep.json"
+    path = tmp_path / "sweep"
     inner = staleness._run
 
     def interrupted(settings: Any, seed: int) -> tuple[float, ...]:
@@ -67,7 +68,7 @@ def test_an_interrupted_sweep_keeps_what_it_has(
 def test_cells_of_another_budget_and_impossible_compositions_are_refused(
     tmp_path: Path, runs: list[tuple[int, str, str]]
 ) -> None:
-    path = tmp_path / "sweep.json"
+    path = tmp_path / "sweep"
     staleness.sweep(path, seeds=[0], **SMALL)
     with pytest.raises(ConfigError, match="another budget"):
         staleness.sweep(path, seeds=[0], **SMALL | {"budget": staleness.Budget()})
@@ -84,7 +85,7 @@ def test_every_composition_of_the_sweep_can_be_built() -> None:
 def test_the_picture_and_the_table_name_every_composition(
     tmp_path: Path, runs: list[tuple[int, str, str]]
 ) -> None:
-    found = staleness.sweep(tmp_path / "sweep.json", seeds=[0, 1, 2], **SMALL)
+    found = staleness.sweep(tmp_path / "sweep", seeds=[0, 1, 2], **SMALL)
     staleness_picture.write(found, tmp_path / "sweep.svg")
     text = (tmp_path / "sweep.svg").read_text()
     assert text.startswith("<svg") and text.count("<polyline") == 2 and ">ppo+tis</text>" in text
