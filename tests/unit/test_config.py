@@ -332,6 +332,18 @@ def test_syntax_error_names_the_line(tmp_path):
         (["algo.options.truncated.mode=drop"], ["truncated.mode", "one of keep, mask, penalise"]),
         (["algo.options.truncated.penalty=0.5"], ["truncated.penalty", '"truncated.mode" = "penalise"']),
         (["algo.guard=off", "algo.options.guard.mismatch=0.5"], ["guard.mismatch", "guard is not in use"]),
+        (
+            ["algo.corrections=tis", "algo.clip_high=0.3"],
+            ["algo.clip_high", "corrections = tis", "trainer.minibatches"],
+        ),
+        (
+            ["algo.loss=decoupled", "algo.clip_low=0.1"],
+            ["algo.clip_low", "loss = decoupled", "trainer.minibatches"],
+        ),
+        (
+            ["algo.loss=sapo", "algo.corrections=mis", "algo.options.sapo.tau_neg=2.0"],
+            ["sapo.tau_neg", "corrections = mis", "trainer.minibatches"],
+        ),
         (["algo.advantage=maxrl", "algo.overlong_buffer=16"], ["algo.advantage", "algo.overlong_buffer = 0"]),
         (["algo.overlong_buffer=256"], ["algo.overlong_buffer", "rollout.max_tokens = 256"]),
         (["reward.functions=['a:b']", "reward.weights=[1, 2]"], ["reward.weights", "reward.functions"]),
@@ -354,6 +366,12 @@ def test_parameters_may_be_written_with_quoted_names_as_tables_or_one_by_one(tmp
         settings = load(write(tmp_path, f'[algo]\ncorrections = ["tis"]\n{text}\n'))
         assert settings.algo.options == {"tis.cap": 3.0}
     assert load(None, ["algo.corrections=tis", "algo.options.tis.cap=3.0"]).algo == settings.algo
+
+
+def test_bounds_act_with_several_minibatches_or_an_interpolated_prox():
+    load(None, ["algo.corrections=tis", "algo.clip_high=0.3", "trainer.minibatches=2"])
+    load(None, ["algo.loss=decoupled", "algo.clip_high=0.3", "algo.options.decoupled.prox=interpolated"])
+    load(None, ["algo.loss=decoupled", "algo.options.decoupled.cap=3.0"])
 
 
 def test_combinations_are_checked_on_direct_construction_too():

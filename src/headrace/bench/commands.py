@@ -215,7 +215,7 @@ def bench_lag(
     ] = None,
     lag: Annotated[list[int] | None, typer.Option(min=0, help="of the sweep; may be repeated")] = None,
     composition: Annotated[
-        list[str] | None, typer.Option(help="of the sweep, such as cispo+tis; may be repeated")
+        list[str] | None, typer.Option(help="of the sweep, such as cispo+tis@tis.cap=3; may be repeated")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="of each run of the sweep")] = 120,
     groups: Annotated[int, typer.Option(min=1, help="groups of 16 attempts a step of the sweep")] = 8,

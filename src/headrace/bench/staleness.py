@@ -1,11 +1,11 @@
 """What staleness costs and which composition of loss and corrections bears it best: the demo's task, swept.
 
-In: lags, compositions (a loss and its corrections joined by ``+``, such as ``cispo+tis``), seeds and a budget of steps
-and samples. Out: the reward over the last tenth of each run, as tables and one picture with the spread. All cells
-train on equally many samples; cells of one seed have the same model, tasks and noise, so they are compared in pairs.
-The inline launcher keeps the queue full, so tokens really are about as old as the lag allows. Every finished cell
-is written to a file of its own at once: a later call goes on where an earlier one ended, and processes with other
-seeds may fill the same folder.
+In: lags, compositions (a loss and its corrections joined by ``+``, parameters after ``@``, such as
+``cispo+tis@tis.cap=3``), seeds and a budget of steps and samples. Out: the reward over the last tenth of each run, as
+tables and one picture with the spread. All cells train on equally many samples; cells of one seed have the same model,
+tasks and noise, so they are compared in pairs. The inline launcher keeps the queue full, so tokens really are about as
+old as the lag allows. Every finished cell is written to a file of its own at once: a later call goes on where an
+earlier one ended, and processes with other seeds may fill the same folder.
 
 At lag 0 every loss is the plain policy gradient (tested), so that cell is run once a seed and counts for all.
 """
@@ -24,15 +24,17 @@ from typing import Any
 from rich.table import Table
 
 from headrace import demo
-from headrace.algos.composition import compose
+from headrace.algos.composition import ratio_plan
 from headrace.bench.lag import final_reward
 from headrace.errors import ConfigError
 
 LAGS = (0, 1, 2, 4, 8, 16)
 COMPOSITIONS = (
-    "ppo", "ppo+tis", "ppo+icepop", "ppo+mis", "ppo+opsm", "ppo+k3-filter", "gspo", "gmpo", "cispo", "sapo", "aspo",
-    "decoupled", "aipo", "aipo+m2po", "dppo-tv", "vespo", "dro",
+    "ppo", "ppo+tis", "ppo+icepop", "ppo+mis", "ppo+opsm@opsm.delta=0.1", "ppo+k3-filter@k3-filter.limit=0.3", "gspo",
+    "gmpo", "cispo", "sapo", "aspo", "decoupled", "decoupled@decoupled.prox=interpolated", "aipo", "aipo+m2po",
+    "dppo-tv", "vespo", "dro",
 )  # fmt: skip
+"""Two filters have bounds wide enough for lagging data; everything else is as by default."""
 ON_POLICY = "all"
 """What the cells of lag 0 are filed under."""
 RECIPE = (
@@ -53,10 +55,9 @@ class Budget:
 
 def overrides(composition: str, lag: int, budget: Budget) -> list[str]:
     """The settings of one cell."""
-    loss, *corrections = composition.split("+")
-    if lag == 0 and composition == ON_POLICY:
-        loss, corrections = "ppo", []
-    compose(loss, corrections)
+    names, *parameters = ("ppo" if composition == ON_POLICY else composition).split("@")
+    loss, *corrections = names.split("+")
+    ratio_plan(loss, corrections)
     return [
         *RECIPE,
         f"run.steps={budget.steps}",
@@ -65,6 +66,7 @@ def overrides(composition: str, lag: int, budget: Budget) -> list[str]:
         f"rollout.max_lag={lag}",
         f"algo.loss={loss}",
         f"algo.corrections={json.dumps(corrections)}",
+        *(f"algo.options.{parameter}" for parameter in parameters),
     ]
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from headrace.algos.composition import compose
+from headrace.algos.composition import Composition, compose
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headrace.config.settings import Settings
+    from headrace.config.settings import AlgoSettings, Settings
 
 _COMPARES_ATTEMPTS = ("grpo", "dr-grpo", "rloo", "maxrl", "lite-ppo")
 
@@ -129,12 +129,34 @@ def _composition(s: Settings) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
+    idle = _idle_bounds(algo, composition) if s.trainer.minibatches == 1 else []
+    if idle:
+        yield (
+            f"{' and '.join(idle)} would do nothing: with algo.{_weigher(composition)} the loss compares the policy "
+            "with the one at the start of the step, and with trainer.minibatches = 1 these are the same; set "
+            "trainer.minibatches to 2 or more, or leave it out."
+        )
     penalised = composition.values["truncated.mode"] == "penalise" or algo.overlong_buffer > 0
     if algo.advantage == "maxrl" and penalised:
         yield (
             "algo.advantage is maxrl, which needs returns of at least 0, but long completions are to lose reward: set "
             'algo.overlong_buffer = 0 and "truncated.mode" to keep or mask, or another algo.advantage.'
         )
+
+
+def _idle_bounds(algo: AlgoSettings, composition: Composition) -> list[str]:
+    """Settings that bound the ratio of policy and prox, where these are never apart in a step of one update."""
+    if composition.plan.anchor == "behavior" or composition.values.get("decoupled.prox") == "interpolated":
+        return []
+    clips = [name for name in ("clip_low", "clip_high") if getattr(algo, name) is not None]
+    weights = ("decoupled.cap", "decoupled.prox")
+    bounds = [name for name in algo.options if name.startswith(f"{algo.loss}.") and name not in weights]
+    return [f"algo.{name}" for name in clips] + [f'algo.options "{name}"' for name in bounds]
+
+
+def _weigher(composition: Composition) -> str:
+    weight = composition.plan.weight
+    return "loss = decoupled" if weight == "decoupled" else f"corrections = {weight}"
 
 
 def _reward(s: Settings) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.bench import staleness, staleness_picture
+from headrace.config import load
 from headrace.errors import ConfigError
 
 SMALL = {"lags": (0, 4), "compositions": ("ppo", "ppo+tis"), "budget": staleness.Budget(steps=10, groups=1)}
@@ -79,7 +80,10 @@ def test_cells_of_another_budget_and_impossible_compositions_are_refused(
 
 def test_every_composition_of_the_sweep_can_be_built() -> None:
     for name in staleness.COMPOSITIONS:
-        assert staleness.overrides(name, 4, staleness.Budget())
+        load(None, [*staleness.overrides(name, 4, staleness.Budget()), "warm_start.examples=a.jsonl"])
+    given = staleness.overrides("cispo+tis+opsm@tis.cap=3", 4, staleness.Budget())
+    settings = load(None, [*given, "warm_start.examples=a.jsonl"])
+    assert settings.algo.corrections == ("tis", "opsm") and settings.algo.options == {"tis.cap": 3}
 
 
 def test_the_picture_and_the_table_name_every_composition(
