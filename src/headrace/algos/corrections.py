@@ -142,5 +142,6 @@ FILTERS: dict[str, Callable[..., torch.Tensor]] = {
 def interpolated_prox(policy_T: torch.Tensor, behavior_T: torch.Tensor, lags_T: torch.Tensor) -> torch.Tensor:
     """log behavior + lag / (lag + 1) (log policy - log behavior): between the version that sampled the token and
     the one being made, where prox is one version before the end."""
+    lags_T = lags_T.to(policy_T.dtype)
     share_T = lags_T / (lags_T + 1)
     return behavior_T + share_T * (policy_T - behavior_T)
