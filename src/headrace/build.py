@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.algos.composition import parameter_values
 from headrace.config import EngineSettings, Settings
+from headrace.config.settings import AlgoSettings
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.envs.single_turn import SingleTurn
@@ -54,6 +56,7 @@ def plan(settings: Settings) -> RunPlan:
         drop_zero_variance=rollout.drop_zero_variance,
         overlong_buffer_tokens=algo.overlong_buffer,
         overlong_factor=algo.overlong_factor,
+        truncated_penalty=_truncated_penalty(algo),
         max_tokens=rollout.max_tokens,
         vocab_size=_vocab_size(settings),
         seed=run.seed,
@@ -74,6 +77,12 @@ def _vocab_size(settings: Settings) -> int | None:
         return None
     config = json.loads(file.read_text(encoding="utf-8"))
     return config.get("text_config", config).get("vocab_size")
+
+
+def _truncated_penalty(algo: AlgoSettings) -> float:
+    """What an attempt whose completion was cut off loses."""
+    values = parameter_values(algo.loss, algo.corrections, algo.options, guard=algo.guard)
+    return float(values["truncated.penalty"]) if values["truncated.mode"] == "penalise" else 0.0
 
 
 def model_directory(settings: Settings) -> Path:

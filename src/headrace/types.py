@@ -214,6 +214,8 @@ class Sample:
     temperature: float
     kv_versions: np.ndarray
     """int32 [R, 2], as in ``Completion``."""
+    finish_reason: FinishReason = "stop"
+    """Of its last completion."""
     ref_logprobs: np.ndarray | None = None
     """float32 [T]; None: no engine computed them."""
     routing: Routing | None = None
@@ -249,6 +251,8 @@ class StepResult:
     num_loss_tokens: int
     skipped: str | None = None
     """Why the optimizer was not stepped (non-finite gradient, ...); None: it was."""
+    warning: str | None = None
+    """What people should hear about the step at once; None: nothing."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """For people. Nothing in the library decides by them."""
 

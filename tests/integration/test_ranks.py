@@ -33,6 +33,9 @@ METRICS = (
     "effective_samples",
     "mismatch_p99",
     "masked_fraction",
+    "masked_by_m2po",
+    "version_span_mean",
+    "learning_rate",
 )
 
 
@@ -102,7 +105,10 @@ def test_two_ranks_train_publish_and_save_as_one_process_does(tmp_path: Path) ->
     assert_same_curve(curve(resumed, range(STEPS + 1, STEPS + 3)), more)
 
 
-MANY_THINGS = {"trainer.minibatches": 3, "algo.loss": "decoupled", "algo.kl": "k3", "algo.kl_coef": 0.1}
+MANY_THINGS = {
+    **{"trainer.minibatches": 3, "algo.loss": "decoupled", "algo.kl": "k3", "algo.kl_coef": 0.1},
+    **{"algo.corrections": ["opsm", "m2po"], "algo.options": {"m2po.tau": 0.2}, "algo.guard": "scale"},
+}
 BALANCED = {"algo.balance_coef": 0.1, "algo.kl": "k3", "algo.kl_coef": 0.1}
 
 

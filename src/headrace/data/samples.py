@@ -130,6 +130,7 @@ class _Columns:
             advantages=self._advantages[start:end],
             temperature=last.sampling.temperature,
             kv_versions=last.completion.kv_versions,
+            finish_reason=last.completion.finish_reason,
             routing=_chain_routing(chain, num_tokens),
             sampling_mask=_chain_sampling_mask(chain, num_tokens),
         )

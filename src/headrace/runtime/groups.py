@@ -174,7 +174,7 @@ class GroupRunner:
     async def _score(self, live: LiveGroup, episodes: tuple[Episode, ...]) -> None:
         rewards = await self._scorer.score(live.task, episodes)
         returns = [
-            weighted_return(r, self._plan.reward_weights) + self._overlong(e)
+            weighted_return(r, self._plan.reward_weights) + self._overlong(e) - self._truncated(e)
             for r, e in zip(rewards, episodes, strict=True)
         ]
         if live.group in self._ending or self._paused:
@@ -204,6 +204,12 @@ class GroupRunner:
             factor=self._plan.overlong_factor,
         )
 
+    def _truncated(self, episode: Episode) -> float:
+        """What an episode loses if a trainable trajectory of it ended at the length limit."""
+        last_turns = [t.turns[-1] for t in episode.trajectories if t.trainable and t.turns]
+        is_cut = any(turn.completion.finish_reason == "length" for turn in last_turns)
+        return self._plan.truncated_penalty if is_cut else 0.0
+
     def _drop(self, group: int, reason: DropReason, detail: str) -> None:
         self._ending.pop(group, None)
         self._record({"kind": "drop", "group": group, "reason": reason, "detail": detail})
@@ -218,4 +224,5 @@ def ready_group(plan: RunPlan, scored: EpisodeGroup) -> ReadyGroup:
         samples=build_samples(scored, advantages),
         oldest_version=scored.oldest_version,
         mean_return=sum(scored.returns) / len(scored.returns),
+        returns=scored.returns,
     )

@@ -214,7 +214,7 @@ def test_a_narrow_head_adds_its_gradient_to_the_master_in_float32(
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 8, 9, 16, 17, 100])
 def test_chunks_are_as_few_and_as_even_as_can_be(num_tokens: int) -> None:
-    chunks = module._chunks(num_tokens, 8)
+    chunks = module.chunks(num_tokens, 8)
     lengths = [len(range(num_tokens)[chunk]) for chunk in chunks]
     assert sum(lengths) == num_tokens and len(chunks) == -(-num_tokens // 8)
     assert all(length <= 8 for length in lengths) and 0 not in lengths
