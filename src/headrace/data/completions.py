@@ -1,15 +1,16 @@
 """Cutting and joining completions, for interrupted attempts.
 
 ``join(tail(c, 0), tail(c, n))`` style round trips are exact: tokens, log-probabilities and versions of
-the earlier part are never touched. Key-value versions always describe the whole sequence, so the
-later part's record wins.
+the earlier part are never touched, and so are routes. Key-value versions always describe the whole
+sequence, so the later part's record wins.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from headrace.types import NO_KV, Completion, Routing, SamplingMask
+from headrace.data.routing import join_routing, routing_tail
+from headrace.types import NO_KV, Completion, SamplingMask
 
 EMPTY = Completion(
     token_ids=np.zeros(0, np.int32),
@@ -21,15 +22,17 @@ EMPTY = Completion(
 
 
 def tail(completion: Completion, start: int) -> Completion:
-    """The tokens from ``start`` on. Routing covers prompt and completion, so it stays whole."""
-    mask = completion.sampling_mask
+    """The tokens from ``start`` on. Their routes begin with the token before, which had none when it was the last."""
+    mask, routing = completion.sampling_mask, completion.routing
+    if routing is not None and start:
+        routing = routing_tail(routing, completion.num_tokens - start + 1)
     return Completion(
         token_ids=completion.token_ids[start:],
         logprobs=completion.logprobs[start:],
         versions=completion.versions[start:],
         finish_reason=completion.finish_reason,
         kv_versions=completion.kv_versions,
-        routing=completion.routing,
+        routing=routing,
         sampling_mask=None if mask is None else _mask_tail(mask, start),
     )
 
@@ -42,7 +45,7 @@ def join(first: Completion, rest: Completion) -> Completion:
         versions=np.concatenate([first.versions, rest.versions]),
         finish_reason=rest.finish_reason,
         kv_versions=rest.kv_versions,
-        routing=_later_routing(first.routing, rest.routing),
+        routing=join_routing(first.routing, rest.routing, rest.num_tokens),
         sampling_mask=_join_masks(first, rest),
     )
 
@@ -68,7 +71,3 @@ def _mask_or_full(completion: Completion) -> SamplingMask:
     return SamplingMask(
         token_ids=np.zeros(0, np.int32), offsets=np.zeros(completion.num_tokens + 1, np.int64)
     )
-
-
-def _later_routing(first: Routing | None, rest: Routing | None) -> Routing | None:
-    return first if rest is None else rest

@@ -44,6 +44,8 @@ class _InFlight:
     """int64 [R], who had the slots when the pass was launched."""
     versions: np.ndarray
     """int32 [R], of the weights it is computed with."""
+    computed: np.ndarray
+    """int64 [3, S], of all slots it has rows of: slot, tenant, and how many rows of it are computed then."""
 
 
 class TorchEngine:
@@ -228,11 +230,18 @@ class TorchEngine:
             table.row_versions[slot, chunk.start : chunk.stop] = versions[chunk.sequence.adapter]
             table.computed[slot] = chunk.stop
         table.length[flight.slots] += 1
-        return _InFlight(flight, table.tenant[flight.slots], versions[table.adapter[flight.slots]])
+        rows = np.append(work.decode, [chunk.sequence.slot for chunk in work.chunks]).astype(np.int64)
+        return _InFlight(
+            flight,
+            table.tenant[flight.slots],
+            versions[table.adapter[flight.slots]],
+            np.stack((rows, table.tenant[rows], table.computed[rows])),
+        )
 
     def _land(self, launched: _InFlight) -> list[tuple[str, Completion]]:
         """Book the tokens a pass drew, and take out what is finished."""
         drawn, slots, table = launched.flight.wait(), launched.flight.slots, self._table
+        self._land_routes(launched)
         # A sequence that left its slot meanwhile has no use for the token: it is drawn again, or never needed.
         present = table.tenant[slots] == launched.tenants
         rows = np.flatnonzero(present)
@@ -243,6 +252,17 @@ class TorchEngine:
         table.book(slots, token_ids, drawn.logprobs[rows], launched.versions[rows])
         self._scheduler.counters.generated_tokens += len(slots)
         return self._collect(slots, token_ids)
+
+    def _land_routes(self, launched: _InFlight) -> None:
+        """Write down what the pass was routed to, before any sequence that it finishes is read."""
+        table = self._table
+        if table.routes is None:
+            return
+        for rows in launched.flight.routed:
+            table.routes.write(rows)
+        slots, tenants, computed = launched.computed
+        present = table.tenant[slots] == tenants
+        table.routed[slots[present]] = computed[present]
 
     def _collect(self, slots: np.ndarray, token_ids: np.ndarray) -> list[tuple[str, Completion]]:
         table, finished = self._table, []
