@@ -66,6 +66,7 @@ OTHER_VALUES = {
     "algo.tis_cap": 5.0,
     "algo.kl": "k3",
     "algo.balance_coef": 0.01,
+    "algo.routing": "live",
     "algo.kl_coef": 0.01,
     "algo.reference": "engine",
     "algo.overlong_buffer": 16,

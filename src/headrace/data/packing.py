@@ -6,7 +6,11 @@ give equal rows. Attempts at one task begin with the same prompt: with ``share_p
 laid down once and its continuations refer to it. All prefixes of a row come first, then their
 continuations in the same order, then the samples that share nothing.
 
-Legend: T tokens of the row, B sequences in it, S segments (prefixes, continuations, whole sequences).
+Where samples carry routes, a prefix is shared as far as its members' routes agree: its tokens are computed once and
+can be routed in one way only.
+
+Legend: T tokens of the row, B sequences in it, S segments (prefixes, continuations, whole sequences), M
+mixture-of-experts layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -53,6 +57,10 @@ class PackedRow:
     """float32 [T]."""
     ref_logprobs: np.ndarray | None
     """float32 [T]; None unless every sample of the row carries them."""
+    routes: np.ndarray | None = None
+    """uint8 or uint16 [T, M, K], zeros where nothing is recorded; None: no sample of the row has a record."""
+    routed: np.ndarray | None = None
+    """bool [T], which tokens have a record; None: as above."""
 
     @property
     def num_tokens(self) -> int:
@@ -98,7 +106,7 @@ def pack(
     lengths = [sample.num_tokens for sample in samples]
     bundles = [Bundle((index,)) for index in range(len(samples))]
     if share_prefixes:
-        shared = _bundles(samples, row_tokens)
+        shared = _bundles(samples, lengths, row_tokens)
         if sum(b.num_tokens(lengths) for b in shared) <= (1 - MIN_SAVING) * sum(lengths):
             bundles = shared
     rows = _assign(bundles, lengths, row_tokens=row_tokens, balance_tokens=balance_tokens)
@@ -123,6 +131,7 @@ def pack_row(samples: Sequence[Sample], bundles: Sequence[Bundle]) -> PackedRow:
     loss_mask = join(lambda sample: sample.loss_mask, bool)
     loss_mask[cu_seqlens[:-1]] = False
     complete = all(samples[index].ref_logprobs is not None for index in sample_index)
+    routes, routed = _routes(samples, spans, cu_seqlens)
     return PackedRow(
         sample_index=sample_index,
         token_ids=join(lambda sample: sample.token_ids, np.int64),
@@ -136,6 +145,8 @@ def pack_row(samples: Sequence[Sample], bundles: Sequence[Bundle]) -> PackedRow:
         advantages=join(lambda sample: sample.advantages, np.float32),
         temperatures=np.repeat(temperatures, lengths),
         ref_logprobs=join(_ref_logprobs, np.float32) if complete else None,
+        routes=routes,
+        routed=routed,
     )
 
 
@@ -159,25 +170,65 @@ def _spans(
     return spans, parents + [NO_PARENT] * len(alone)
 
 
-def _bundles(samples: Sequence[Sample], row_tokens: int) -> list[Bundle]:
+def _routes(
+    samples: Sequence[Sample], spans: Sequence[tuple[int, int, int]], cu_seqlens: np.ndarray
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The records of the segments, laid out like their tokens."""
+    records = [routing for index, _, _ in spans if (routing := samples[index].routing) is not None]
+    if not records:
+        return None, None
+    routed_T = np.zeros(cu_seqlens[-1], dtype=bool)
+    dtype = np.result_type(*{routing.experts.dtype for routing in records})
+    routes_TMK = np.zeros((len(routed_T), *records[0].experts.shape[1:]), dtype)
+    for (index, start, stop), at in zip(spans, cu_seqlens[:-1].tolist(), strict=True):
+        routing = samples[index].routing
+        if routing is not None:
+            own = routing.recorded[start:stop]
+            first = int(np.count_nonzero(routing.recorded[:start]))
+            routed_T[at : at + stop - start] = own
+            routes_TMK[at + np.flatnonzero(own)] = routing.experts[first : first + np.count_nonzero(own)]
+    return routes_TMK, routed_T
+
+
+def _bundles(samples: Sequence[Sample], lengths: Sequence[int], row_tokens: int) -> list[Bundle]:
     """Attempts at one task with one prompt together, in bundles that fit into a row."""
     members: dict[tuple[int, bytes], list[int]] = {}
     for index, sample in enumerate(samples):
-        prefix = sample.token_ids[: _prefix_tokens(sample)]
-        members.setdefault((sample.group, prefix.tobytes()), []).append(index)
+        shown = sample.token_ids[: _prefix_tokens(sample)]
+        members.setdefault((sample.group, shown.tobytes()), []).append(index)
     bundles: list[Bundle] = []
-    for indices in members.values():
-        prefix_tokens = _prefix_tokens(samples[indices[0]])
-        room = 0
-        for index in indices:
-            own = samples[index].num_tokens - prefix_tokens
-            if prefix_tokens and room >= own:
-                bundles[-1] = Bundle((*bundles[-1].indices, index), prefix_tokens)
+    for first, *others in members.values():
+        bundle = Bundle((first,))
+        for index in others:
+            leader = samples[bundle.indices[0]]
+            most = bundle.prefix or _prefix_tokens(leader)
+            prefix = _equally_routed(leader, samples[index], most)
+            larger = Bundle((*bundle.indices, index), prefix)
+            if 0 < most <= 2 * prefix and larger.num_tokens(lengths) <= row_tokens:
+                bundle = larger
             else:
-                bundles.append(Bundle((index,)))
-                room = row_tokens - prefix_tokens
-            room -= own
+                bundles.append(bundle)
+                bundle = Bundle((index,))
+        bundles.append(bundle)
     return bundles
+
+
+def _equally_routed(a: Sample, b: Sample, num_tokens: int) -> int:
+    """How many of their first ``num_tokens`` tokens, which are the same, have the same record."""
+    if a.routing is None or b.routing is None:
+        return num_tokens if a.routing is b.routing else 0
+    marks_a, marks_b = a.routing.recorded[:num_tokens], b.routing.recorded[:num_tokens]
+    num_tokens = _num_equal(marks_a, marks_b)
+    positions = np.flatnonzero(marks_a[:num_tokens])
+    num_rows = len(positions)
+    same = _num_equal(a.routing.experts[:num_rows], b.routing.experts[:num_rows])
+    return num_tokens if same == num_rows else int(positions[same])
+
+
+def _num_equal(a: np.ndarray, b: np.ndarray) -> int:
+    """Leading entries in which both agree."""
+    differs = (a != b).reshape(len(a), -1).any(axis=1)
+    return int(differs.argmax()) if differs.any() else len(a)
 
 
 def _prefix_tokens(sample: Sample) -> int:

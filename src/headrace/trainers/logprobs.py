@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from headrace.data.packing import PackedRow
 from headrace.errors import ModelError
 from headrace.models.packed_attention import PackedLayout, build_layout
+from headrace.models.route_replay import RowRoutes, follow_routes
 from headrace.trainers.head import add_head_weight_gradient, head_input_gradient, head_logits
 
 CHUNK_ELEMENTS = 2**24
@@ -45,6 +46,8 @@ class RowTensors:
     sequence_N: torch.Tensor
     sequence_T: torch.Tensor
     num_sequences: int
+    routes: RowRoutes | None = None
+    """What a mixture's routers chose when the tokens were sampled; None: not known."""
 
 
 def row_tensors(row: PackedRow, *, device: torch.device | str) -> RowTensors:
@@ -63,7 +66,17 @@ def row_tensors(row: PackedRow, *, device: torch.device | str) -> RowTensors:
         sequence_N=put(row.sequence[loss_tokens]),
         sequence_T=put(row.sequence),
         num_sequences=row.num_sequences,
+        routes=_row_routes(row, device),
     )
+
+
+def _row_routes(row: PackedRow, device: torch.device | str) -> RowRoutes | None:
+    if row.routes is None or row.routed is None:
+        return None
+    # Layers apart, so that each reads one piece of memory. Kernels know little of uint16; experts are below 2^15.
+    experts_MTK = np.ascontiguousarray(row.routes.swapaxes(0, 1))
+    experts_MTK = experts_MTK.view(np.int16) if experts_MTK.dtype == np.uint16 else experts_MTK
+    return RowRoutes(torch.from_numpy(experts_MTK).to(device), torch.from_numpy(row.routed).to(device))
 
 
 def token_logprobs(model: PreTrainedModel, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,6 +100,7 @@ def token_logprobs(model: PreTrainedModel, row: RowTensors) -> tuple[torch.Tenso
 
 def decoder_output(model: PreTrainedModel, row: RowTensors) -> torch.Tensor:
     """[T, H], what the head reads."""
+    follow_routes(model, row.routes)
     return model.get_decoder()(
         input_ids=row.token_ids_T[None],
         position_ids=row.position_ids_T[None],

@@ -31,6 +31,7 @@ from headrace.algos.aggregation import Aggregation, check_aggregation
 from headrace.algos.corrections import CorrectionName, LossName
 from headrace.algos.kl import KLName
 from headrace.data.dealing import minibatches
+from headrace.data.routing import RouterShape
 from headrace.errors import ConfigError, InvariantError, TrainingError
 from headrace.models.lora import LoraSpec
 from headrace.protocols import WeightSender
@@ -44,6 +45,7 @@ from headrace.trainers.objective import Objective, RowOutcome
 from headrace.trainers.optim import Schedule, build_adamw, check_schedule, rate_factor, set_learning_rate
 from headrace.trainers.placement import place_weights
 from headrace.trainers.ranks import ALONE, Ranks
+from headrace.trainers.routes import RouteTally, RoutingName, check_sample_routes, route_replay
 from headrace.trainers.rows import TrainRow, train_rows
 from headrace.types import BundleKind, StepResult, TrainBatch, WeightManifest
 
@@ -77,6 +79,7 @@ class TorchTrainer:
         kl_coef: float = 0.0,
         keep_reference: bool = True,
         balance_coef: float = 0.0,
+        routing: RoutingName = "keep",
         learning_rate: float = 1e-6,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
@@ -97,7 +100,8 @@ class TorchTrainer:
         ``expert_ranks`` divide a mixture's experts. ``offload`` keeps weights and optimizer state in host
         memory, for ranks with a process group. ``compute_dtype`` is what the model is computed and published
         in. ``keep_reference`` False: the reference of a KL term is not kept here, samples bring its
-        log-probabilities. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``;
+        log-probabilities. ``routing`` ``keep`` routes tokens as the engine recorded it, ``live`` only compares.
+        ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``;
         ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt once for all attempts at it
         (None: on a GPU); ``eager`` compiles nothing, for debugging. ``lora``: train this adapter and leave the
         model's own weights alone."""
@@ -122,6 +126,7 @@ class TorchTrainer:
         )
         self.model, self.policy = self._weights.model, self._weights.policy
         self._ranks, self._device = ranks, self._weights.device
+        self._replay = route_replay(self.policy, routing, self._device)
         self._balance, self._balance_coef = ExpertBalance(self.policy) if balance_coef else None, balance_coef
         on_gpu = self._device.type == "cuda"
         self._share_prefixes = on_gpu if share_prefixes is None else share_prefixes
@@ -130,6 +135,7 @@ class TorchTrainer:
             self.model, learning_rate=learning_rate, betas=betas, weight_decay=weight_decay
         )
         self.version, self.num_steps, self.num_tokens = 0, 0, 0
+        self._tally: RouteTally | None = None
         ledger.switch("waiting-for-batch")
 
     def _build_blocks(self, *, compiled: bool) -> DecoderBlocks:
@@ -157,13 +163,15 @@ class TorchTrainer:
     def step_parts(self, parts: Sequence[TrainBatch]) -> StepResult:
         """One step over minibatches that were dealt out; of each, this rank has its share. All ranks return
         the same."""
+        shape = None if self._replay is None else self._replay.shape
         for part in parts:
-            _check_batch(part, version=self.version, num_steps=self.num_steps)
+            _check_batch(part, version=self.version, num_steps=self.num_steps, routers=shape)
         step = parts[0].step
         rate = self._learning_rate * rate_factor(
             step, schedule=self._schedule, warmup_steps=self._warmup_steps, total_steps=self._total_steps
         )
         set_learning_rate(self.optimizer, rate)
+        self._tally = None if self._replay is None else RouteTally(self._replay)
         records: list[RowRecord] = []
         norms: list[float] = []
         skipped: str | None = None
@@ -181,6 +189,7 @@ class TorchTrainer:
                     )
                 skipped = skipped if reason is None else name + reason
             metrics = step_metrics(records, self._ranks)
+            metrics |= {} if self._tally is None else self._tally.metrics(self._ranks)
         num_loss_tokens, num_rows = self._ranks.totals(
             sum(record.policy_logprobs_N.numel() for record in records), len(records)
         )
@@ -291,7 +300,8 @@ class TorchTrainer:
         for row, is_missing in zip(rows, missing, strict=True):
             logprobs_N = row.inputs.ref_logprobs_N
             if is_missing:
-                computed_N, _ = reference.logprobs(row.tensors)
+                # Routed as it would route itself, which is also what an engine that scores for it does.
+                computed_N, _ = reference.logprobs(replace(row.tensors, routes=None))
                 logprobs_N = computed_N if logprobs_N is None else logprobs_N
             done.append(replace(row, inputs=replace(row.inputs, ref_logprobs_N=logprobs_N)))
         return done
@@ -326,6 +336,9 @@ class TorchTrainer:
             if row.is_filler:
                 continue
             self.num_tokens += int(row.tensors.token_ids_T.numel())
+            if self._tally is not None:
+                num_row_tokens = int(row.tensors.token_ids_T.numel())
+                self._tally.add(row.tensors.routes, num_row_tokens, before_update=before_update)
             records.append(
                 RowRecord(
                     inputs=row.inputs,
@@ -385,7 +398,9 @@ def _check_references(parts: Sequence[TrainBatch]) -> None:
             )
 
 
-def _check_batch(batch: TrainBatch, *, version: int, num_steps: int) -> None:
+def _check_batch(
+    batch: TrainBatch, *, version: int, num_steps: int, routers: RouterShape | None = None
+) -> None:
     if (batch.version, batch.step) != (version, num_steps + 1):
         raise InvariantError(
             f"step: batch {batch.step} starts from version {batch.version}, but {num_steps} steps are done "
@@ -400,3 +415,4 @@ def _check_batch(batch: TrainBatch, *, version: int, num_steps: int) -> None:
             )
         if sample.temperature <= 0:
             raise TrainingError(f"{name}: temperature 0 leaves nothing to train on; set temperature above 0")
+        check_sample_routes(sample, routers)
