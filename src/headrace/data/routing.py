@@ -110,15 +110,14 @@ def merge_routing(parts: Sequence[tuple[Routing, int]], num_tokens: int) -> Rout
             raise _bad(f"it is of {len(part.recorded)} tokens and there are {end}")
     if len(parts) == 1 and parts[0][1] == num_tokens == len(parts[0][0].recorded):
         return parts[0][0]
-    rows_T = np.full(num_tokens, -1, dtype=np.int64)
-    num_rows = sum(len(part.experts) for part, _ in parts)
-    for part, end in reversed(parts):
-        num_rows -= len(part.experts)
-        positions = end - len(part.recorded) + np.flatnonzero(part.recorded)
-        rows_T[positions] = num_rows + np.arange(len(positions))
-    recorded_T = rows_T >= 0
+    found = [end - len(part.recorded) + np.flatnonzero(part.recorded) for part, end in parts]
     experts_NMK = np.concatenate([part.experts for part, _ in parts])
-    return Routing(experts=experts_NMK[rows_T[recorded_T]], recorded=recorded_T)
+    positions_N, recorded_T = np.concatenate(found), np.zeros(num_tokens, dtype=bool)
+    recorded_T[positions_N] = True
+    if not (positions_N[1:] > positions_N[:-1]).all():
+        # Of equal positions the first is taken.
+        experts_NMK = experts_NMK[np.unique(positions_N, return_index=True)[1]]
+    return Routing(experts=experts_NMK, recorded=recorded_T)
 
 
 def join_routing(first: Routing | None, later: Routing | None, more_tokens: int) -> Routing | None:

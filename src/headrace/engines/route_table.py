@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.data.routing import RouterShape, id_dtype, merge_routing
+from headrace.data.routing import RouterShape, id_dtype, merge_routing, routing_tail
 from headrace.types import Routing
 
 
@@ -48,19 +48,28 @@ class RouteTable:
 
 
 def routing_of(
-    known: Routing | None, table: RouteTable | None, blocks: np.ndarray, num_rows: int, num_tokens: int
+    known: Routing | None,
+    table: RouteTable | None,
+    blocks: np.ndarray,
+    *,
+    num_rows: int,
+    num_tokens: int,
+    start: int = 0,
 ) -> Routing | None:
-    """What is known of a sequence's tokens, by earlier passes first and then by the table, which has its first
-    ``num_rows`` rows."""
-    parts = [] if known is None else [(known, len(known.recorded))]
-    if table is not None:
+    """What is known of a sequence's tokens from ``start`` on, by earlier passes first and then by the table, which
+    has its first ``num_rows`` rows."""
+    parts, first = [], start
+    if known is not None:
+        num_known = len(known.recorded)
+        parts.append((routing_tail(known, num_known - start), max(num_known - start, 0)))
         # All that is known is taken from there, so nothing before its end need be read.
-        start = len(known.recorded) - 1 if is_whole(known) and known is not None else 0
+        first = max(start, num_known - 1) if is_whole(known) else start
+    if table is not None:
         stop = min(num_rows, num_tokens - 1)
-        recorded = np.arange(start, num_tokens) < stop
-        experts = table.read(blocks, start, max(stop, start))
-        parts.append((Routing(experts=experts, recorded=recorded), num_tokens))
-    return merge_routing(parts, num_tokens)
+        recorded = np.arange(first, num_tokens) < stop
+        experts = table.read(blocks, first, max(stop, first))
+        parts.append((Routing(experts=experts, recorded=recorded), num_tokens - start))
+    return merge_routing(parts, num_tokens - start)
 
 
 def is_whole(routing: Routing | None) -> bool:

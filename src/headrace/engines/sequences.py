@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace.data.routing import merge_routing, routing_tail
+from headrace.data.routing import merge_routing
 from headrace.engines.noise import seed_key
 from headrace.engines.route_table import RouteTable, is_whole, routing_of
 from headrace.models.paged_attention import padded_length
@@ -176,9 +176,8 @@ class SlotTable:
         slot, start = sequence.slot, sequence.num_prompt
         length = int(self.booked[slot])
         whole = self.computed[slot] >= length - 1
-        routing = self._routing(sequence)
+        routing = self._routing(sequence, start=sequence.num_routes_told)
         if routing is not None:
-            routing = routing_tail(routing, length - sequence.num_routes_told)
             sequence.num_routes_told = length - 1
         return Completion(
             token_ids=self.token_ids[slot, start:length].copy(),
@@ -200,10 +199,17 @@ class SlotTable:
         self.versions[slots, at] = versions
         self.booked[slots] = at + 1
 
-    def _routing(self, sequence: Sequence) -> Routing | None:
+    def _routing(self, sequence: Sequence, start: int = 0) -> Routing | None:
+        """Of its tokens from ``start`` on, as far as passes have landed."""
         slot = sequence.slot
-        num_rows, num_tokens = int(self.routed[slot]), int(self.booked[slot])
-        return routing_of(sequence.routing, self.routes, self.blocks[slot], num_rows, num_tokens)
+        return routing_of(
+            sequence.routing,
+            self.routes,
+            self.blocks[slot],
+            num_rows=int(self.routed[slot]),
+            num_tokens=int(self.booked[slot]),
+            start=start,
+        )
 
     def _widen(self, limit: int, num_stops: int) -> None:
         if num_stops > self.stop_ids.shape[1]:
