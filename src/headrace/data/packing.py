@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.data.packed_routes import equally_routed, lay_routes
 from headrace.types import Sample
 
 NO_PARENT = -1
@@ -131,7 +132,7 @@ def pack_row(samples: Sequence[Sample], bundles: Sequence[Bundle]) -> PackedRow:
     loss_mask = join(lambda sample: sample.loss_mask, bool)
     loss_mask[cu_seqlens[:-1]] = False
     complete = all(samples[index].ref_logprobs is not None for index in sample_index)
-    routes, routed = _routes(samples, spans, cu_seqlens)
+    routes, routed = lay_routes(samples, spans, cu_seqlens)
     return PackedRow(
         sample_index=sample_index,
         token_ids=join(lambda sample: sample.token_ids, np.int64),
@@ -170,26 +171,6 @@ def _spans(
     return spans, parents + [NO_PARENT] * len(alone)
 
 
-def _routes(
-    samples: Sequence[Sample], spans: Sequence[tuple[int, int, int]], cu_seqlens: np.ndarray
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """The records of the segments, laid out like their tokens."""
-    records = [routing for index, _, _ in spans if (routing := samples[index].routing) is not None]
-    if not records:
-        return None, None
-    routed_T = np.zeros(cu_seqlens[-1], dtype=bool)
-    dtype = np.result_type(*{routing.experts.dtype for routing in records})
-    routes_TMK = np.zeros((len(routed_T), *records[0].experts.shape[1:]), dtype)
-    for (index, start, stop), at in zip(spans, cu_seqlens[:-1].tolist(), strict=True):
-        routing = samples[index].routing
-        if routing is not None:
-            own = routing.recorded[start:stop]
-            first = int(np.count_nonzero(routing.recorded[:start]))
-            routed_T[at : at + stop - start] = own
-            routes_TMK[at + np.flatnonzero(own)] = routing.experts[first : first + np.count_nonzero(own)]
-    return routes_TMK, routed_T
-
-
 def _bundles(samples: Sequence[Sample], lengths: Sequence[int], row_tokens: int) -> list[Bundle]:
     """Attempts at one task with one prompt together, in bundles that fit into a row."""
     members: dict[tuple[int, bytes], list[int]] = {}
@@ -197,12 +178,12 @@ def _bundles(samples: Sequence[Sample], lengths: Sequence[int], row_tokens: int)
         shown = sample.token_ids[: _prefix_tokens(sample)]
         members.setdefault((sample.group, shown.tobytes()), []).append(index)
     bundles: list[Bundle] = []
-    for first, *others in members.values():
+    for first, *others in (alike for whole in members.values() for alike in _alike(samples, whole)):
         bundle = Bundle((first,))
         for index in others:
             leader = samples[bundle.indices[0]]
             most = bundle.prefix or _prefix_tokens(leader)
-            prefix = _equally_routed(leader, samples[index], most)
+            prefix = equally_routed(leader, samples[index], most)
             larger = Bundle((*bundle.indices, index), prefix)
             if 0 < most <= 2 * prefix and larger.num_tokens(lengths) <= row_tokens:
                 bundle = larger
@@ -213,22 +194,18 @@ def _bundles(samples: Sequence[Sample], lengths: Sequence[int], row_tokens: int)
     return bundles
 
 
-def _equally_routed(a: Sample, b: Sample, num_tokens: int) -> int:
-    """How many of their first ``num_tokens`` tokens, which are the same, have the same record."""
-    if a.routing is None or b.routing is None:
-        return num_tokens if a.routing is b.routing else 0
-    marks_a, marks_b = a.routing.recorded[:num_tokens], b.routing.recorded[:num_tokens]
-    num_tokens = _num_equal(marks_a, marks_b)
-    positions = np.flatnonzero(marks_a[:num_tokens])
-    num_rows = len(positions)
-    same = _num_equal(a.routing.experts[:num_rows], b.routing.experts[:num_rows])
-    return num_tokens if same == num_rows else int(positions[same])
-
-
-def _num_equal(a: np.ndarray, b: np.ndarray) -> int:
-    """Leading entries in which both agree."""
-    differs = (a != b).reshape(len(a), -1).any(axis=1)
-    return int(differs.argmax()) if differs.any() else len(a)
+def _alike(samples: Sequence[Sample], indices: Sequence[int]) -> list[list[int]]:
+    """Samples with one prompt, apart where its routes differ in the first half already."""
+    num_tokens = _prefix_tokens(samples[indices[0]])
+    apart: list[list[int]] = []
+    for index in indices:
+        for alike in apart:
+            if num_tokens <= 2 * equally_routed(samples[alike[0]], samples[index], num_tokens):
+                alike.append(index)
+                break
+        else:
+            apart.append([index])
+    return apart
 
 
 def _prefix_tokens(sample: Sample) -> int:

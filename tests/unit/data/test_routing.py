@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from headrace import wire
 from headrace.data import completions
+from headrace.data.packing import PackedRow, pack
 from headrace.data.routing import (
     check_routing,
     id_dtype,
@@ -21,7 +23,7 @@ from headrace.data.routing import (
 from headrace.errors import RecordError
 from headrace.models.loading import make_tiny_model
 from headrace.models.routers import routers
-from headrace.types import NO_KV, Completion, Routing
+from headrace.types import NO_KV, Completion, Routing, Sample
 
 MODEL = {"num_layers": 2, "num_experts": 8, "top_k": 2}
 
@@ -176,3 +178,73 @@ def test_dense_layers_are_not_counted(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert router_shape(tmp_path / "config.json") == (2, 8, 2)
+
+
+def routed_sample(attempt: int, routing: Routing | None, *, sampled: int = 4, prompt: int = 41) -> Sample:
+    num_tokens = prompt + sampled
+    mask = np.arange(num_tokens) >= prompt
+    zeros = np.zeros(num_tokens, np.float32)
+    return Sample(
+        group=0,
+        attempt=attempt,
+        token_ids=np.where(mask, attempt, np.arange(num_tokens)).astype(np.int32),
+        loss_mask=mask,
+        behavior_logprobs=zeros,
+        versions=np.zeros(num_tokens, np.int32),
+        advantages=zeros,
+        temperature=1.0,
+        kv_versions=NO_KV,
+        routing=routing,
+    )
+
+
+def changed(routing: Routing, position: int) -> Routing:
+    experts = routing.experts.copy()
+    experts[position] = experts[position][..., ::-1] + 1
+    return Routing(experts=experts, recorded=routing.recorded)
+
+
+def assert_packed(row: PackedRow, samples: Sequence[Sample]) -> None:
+    """Every token of every sample has its own record, wherever it lies."""
+    assert row.routes is not None and row.routed is not None
+    for b, index in enumerate(row.sample_index.tolist()):
+        routing = samples[index].routing
+        assert routing is not None
+        (segment,) = (s for s in range(len(row.parents)) if _owner(row, s) == b and _is_last(row, s))
+        spans = [segment] if row.parents[segment] < 0 else [int(row.parents[segment]), segment]
+        at = np.concatenate([np.arange(row.cu_seqlens[s], row.cu_seqlens[s + 1]) for s in spans])
+        np.testing.assert_array_equal(row.routed[at], routing.recorded)
+        np.testing.assert_array_equal(row.routes[at][routing.recorded], routing.experts)
+        np.testing.assert_array_equal(row.token_ids[at], samples[index].token_ids)
+
+
+def _owner(row: PackedRow, segment: int) -> int:
+    return int(row.sequence[row.cu_seqlens[segment]])
+
+
+def _is_last(row: PackedRow, segment: int) -> bool:
+    return segment not in row.parents
+
+
+def test_rows_carry_the_record_of_every_token() -> None:
+    samples = [routed_sample(n, record(45, holes=(n, 20), mark=n)) for n in range(3)]
+    (row,) = pack(samples, row_tokens=500)
+    assert_packed(row, samples)
+    assert row.routes is not None and row.routes.dtype == np.uint8
+    (bare,) = pack([replace(sample, routing=None) for sample in samples], row_tokens=500)
+    assert bare.routes is None and bare.routed is None
+
+
+def test_a_prompt_is_shared_as_far_as_its_routes_agree() -> None:
+    """The second parts from the first at token 33, the third at token 3 and stays alone; the fourth joins the first."""
+    good = record(45)
+    samples = [routed_sample(n, r) for n, r in enumerate((good, changed(good, 33), changed(good, 3), good))]
+    (row,) = pack(samples, row_tokens=500, share_prefixes=True)
+    assert_packed(row, samples)
+    assert sorted(np.diff(row.cu_seqlens)[row.parents < 0].tolist()) == [33, 45]
+    (same,) = pack([routed_sample(n, good) for n in range(4)], row_tokens=500, share_prefixes=True)
+    assert same.num_tokens == 40 + 4 * 5
+    (mixed,) = pack(
+        [routed_sample(n, None if n % 2 else good) for n in range(2)], row_tokens=500, share_prefixes=True
+    )
+    assert mixed.num_tokens == 90
