@@ -31,7 +31,7 @@ class RoutedRows:
 
 class RouteTable:
     def __init__(self, shape: RouterShape, num_blocks: int, block_size: int) -> None:
-        self._shape, self._block_size = shape, block_size
+        self.shape, self._block_size = shape, block_size
         self._width = shape.num_layers * shape.top_k
         self._dtype = id_dtype(shape.num_experts)
         # Memory that nobody touches is never taken.
@@ -44,7 +44,7 @@ class RouteTable:
         """[N, M, K] of the rows [start, stop) of the sequence with this block table."""
         positions = np.arange(start, stop)
         places = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
-        return self._experts_P[places].reshape(-1, self._shape.num_layers, self._shape.top_k)
+        return self._experts_P[places].reshape(-1, self.shape.num_layers, self.shape.top_k)
 
 
 def routing_of(

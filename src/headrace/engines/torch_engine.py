@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.data.routing import check_routing
 from headrace.engines.executor import Executor, Flight
 from headrace.engines.kv_cache import BlockPool
 from headrace.engines.policies import POLICY, Policies
@@ -94,7 +95,8 @@ class TorchEngine:
         self._scheduler.holding = holding
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises TaskError, and queues nothing, when it can never be computed."""
+        """Queue a request. Raises TaskError, or RecordError where its prefix has routes of another model, and queues
+        nothing, when it can never be computed."""
         num_prompt = len(request.prompt_ids)
         if not 0 < num_prompt < self.limit_tokens:
             raise TaskError(
@@ -103,6 +105,7 @@ class TorchEngine:
             )
         if request.id in self._live:
             raise TaskError(f"request id {request.id!r} is already in use; ids must differ while they live.")
+        self._check_routes(request)
         limit = min(num_prompt + request.sampling.max_tokens, self.limit_tokens)
         sequence = new_sequence(request, limit, self._policies.adapter_of(request.policy))
         reason = _already_finished(sequence)
@@ -252,6 +255,12 @@ class TorchEngine:
         table.book(slots, token_ids, drawn.logprobs[rows], launched.versions[rows])
         self._scheduler.counters.generated_tokens += len(slots)
         return self._collect(slots, token_ids)
+
+    def _check_routes(self, request: Request) -> None:
+        routing = None if request.prefix is None else request.prefix.routing
+        if routing is not None and self._table.routes is not None:
+            shape = self._table.routes.shape
+            check_routing(routing, num_tokens=len(routing.recorded), **shape._asdict())
 
     def _land_routes(self, launched: _InFlight) -> None:
         """Write down what the pass was routed to, before any sequence that it finishes is read."""

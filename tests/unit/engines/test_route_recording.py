@@ -13,7 +13,7 @@ from headrace.data.routing import RouterShape, check_routing
 from headrace.engines.device_executor import DeviceExecutor
 from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
-from headrace.errors import ModelError
+from headrace.errors import ModelError, RecordError
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.models.route_recording import RouteRecorder
 from headrace.models.routers import routers
@@ -209,6 +209,20 @@ def test_an_engine_that_records_nothing_hands_on_what_it_was_given(moe, make_req
     done = run_engine(engine_with(moe, record_routes=False), replace(request, prefix=first))["a"]
     assert done.routing.recorded.tolist() == [True] * 24 + [False] * 8
     np.testing.assert_array_equal(done.routing.experts, whole.routing.experts[:24])
+
+
+def test_a_prefix_with_routes_of_another_model_is_refused_alone(moe, make_request, run_engine):
+    request, other = make_request("a", prompt=20, max_tokens=12), make_request("b", prompt=20)
+    whole = run_engine(engine_with(moe), request)["a"]
+    shallow = replace(whole.routing, experts=whole.routing.experts[:, :2])
+    engine = engine_with(moe)
+    engine.submit(other)
+    with pytest.raises(RecordError, match="2 layers and the model has 3"):
+        engine.submit(replace(request, prefix=replace(whole, finish_reason="abort", routing=shallow)))
+    too_long = replace(whole.routing, recorded=np.append(np.zeros(9, bool), whole.routing.recorded))
+    with pytest.raises(RecordError, match="41 tokens and there are 32"):
+        engine.submit(replace(request, prefix=replace(whole, finish_reason="abort", routing=too_long)))
+    check_against_plain(moe, other, run_engine(engine)["b"])
 
 
 @pytest.mark.parametrize("kind", EXECUTORS)
