@@ -3,7 +3,7 @@
 In: samples, and the rows of a step as they are computed. Out: metrics over all ranks. ``route_flips`` is the share
 of recorded tokens whose live choice of experts is another set than the recorded one, before the step's first update,
 as the mean over layers and in the worst one. ``routing_fallback`` is the share of tokens that were routed live for
-want of a record.
+want of a record; the last token of a sequence, which predicts nothing, does not count.
 
 Legend: M mixture-of-experts layers.
 """
@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from headrace.data.routing import RouterShape, check_routing
 from headrace.errors import ModelError, RecordError
-from headrace.models.route_replay import RouteReplay, RowRoutes
+from headrace.models.route_replay import RouteReplay
 from headrace.models.routers import replayable_routers
+from headrace.trainers.logprobs import RowTensors
 from headrace.trainers.ranks import Ranks
 from headrace.types import Sample
 
@@ -61,9 +62,11 @@ class RouteTally:
         self._num_recorded = torch.zeros((), dtype=torch.int64)
         self._num_tokens = 0
 
-    def add(self, routes: RowRoutes | None, num_tokens: int, *, before_update: bool) -> None:
+    def add(self, row: RowTensors, *, before_update: bool) -> None:
         """A row that was just computed. Sums stay on the device, so nothing waits for it."""
-        self._num_tokens += num_tokens
+        routes = row.routes
+        # Nothing depends on how the last token of a sequence is routed, and it never has a record.
+        self._num_tokens += row.token_ids_T.numel() - row.num_sequences
         if routes is None:
             return
         num_recorded = routes.recorded_T.sum()

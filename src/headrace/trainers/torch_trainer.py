@@ -337,8 +337,7 @@ class TorchTrainer:
                 continue
             self.num_tokens += int(row.tensors.token_ids_T.numel())
             if self._tally is not None:
-                num_row_tokens = int(row.tensors.token_ids_T.numel())
-                self._tally.add(row.tensors.routes, num_row_tokens, before_update=before_update)
+                self._tally.add(row.tensors, before_update=before_update)
             records.append(
                 RowRecord(
                     inputs=row.inputs,
