@@ -167,6 +167,7 @@ class GroupRunner:
             router=self._router,
             record=self._record,
             seed=self._plan.seed,
+            routers=self._plan.routers,
             stopping=lambda: self._paused or live.group in self._ending,
         )
         self._record(await run_attempt(self._environment, live, attempt, client))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.data.routing import RouterShape
 from headrace.runtime.staleness import StalenessPolicy
 from headrace.types import InterruptMode
 
@@ -41,6 +42,8 @@ class RunPlan:
     """A run in which nothing moves for this long is stopped, and says what it waited for."""
     error_budget: float = 0.1
     """Share of admitted groups that may fail before the run stops."""
+    routers: RouterShape | None = None
+    """What recorded routes must fit; None: not known here, and only what a record says of itself is checked."""
 
     @property
     def capacity(self) -> int:
