@@ -112,7 +112,7 @@ def flips_of(core: TorchTrainer, samples: Sequence[Sample]) -> float:
         (row,) = pack([sample], row_tokens=10_000)
         heard.clear()
         with torch.no_grad():
-            core._weights.logprobs(row_tensors(row, device="cpu"))
+            core._weights.values(row_tensors(row, device="cpu"))
         used, routing = np.stack(heard, 1), sample.routing
         assert routing is not None
         wanted = np.sort(routing.experts, -1)
@@ -269,7 +269,7 @@ def test_the_policy_at_the_start_of_a_step_replays_and_the_reference_does_not(
     rows, live_rows = (core.prepare(batch)[0], live.prepare(batch)[0])
     differs = False
     for row, other in zip(rows, live_rows, strict=True):
-        policy_N, _ = core._weights.logprobs(row.tensors)
+        policy_N = core._weights.values(row.tensors).logprobs_N
         assert torch.equal(row.inputs.prox_logprobs_N, policy_N.detach())
         assert torch.equal(row.inputs.ref_logprobs_N, other.inputs.ref_logprobs_N)
         differs |= not torch.equal(row.inputs.prox_logprobs_N, row.inputs.ref_logprobs_N)
@@ -286,7 +286,7 @@ def test_an_adapter_is_trained_on_the_recorded_experts_and_its_reference_is_live
     for row, other in zip(core.prepare(batch)[0], live.prepare(batch)[0], strict=True):
         assert torch.equal(row.inputs.ref_logprobs_N, other.inputs.ref_logprobs_N)
         # An adapter begins as nothing, so only the experts tell the policy from its reference.
-        policy_N, _ = core._weights.logprobs(row.tensors)
+        policy_N = core._weights.values(row.tensors).logprobs_N
         assert not torch.equal(policy_N, row.inputs.ref_logprobs_N)
     kept, without = (each.step(batch).metrics for each in (core, live))
     assert kept["mismatch_p99"] < without["mismatch_p99"]
