@@ -22,6 +22,7 @@ from headrace.types import (
     Sampling,
     StepResult,
     Task,
+    TeacherScores,
     TensorBlob,
     TensorPatch,
     TrainBatch,
@@ -52,6 +53,12 @@ class Engine(Protocol):
         self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0, policy: str = "policy"
     ) -> list[np.ndarray]:
         """float32 [T] logprobs of given tokens under the policy's current weights; entry 0 is 0."""
+        ...
+
+    async def score_top(
+        self, token_ids: Sequence[np.ndarray], *, top_k: int, temperature: float = 1.0, policy: str = "policy"
+    ) -> list[TeacherScores]:
+        """As ``score``, with the ``top_k`` likeliest tokens of every position."""
         ...
 
     async def begin_update(self, mode: InterruptMode) -> None:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.types import Sample
+from headrace.data.teacher_columns import join_teachers
+from headrace.types import Sample, TeacherScores
 
 NO_PARENT = -1
 MIN_SAVING = 0.04
@@ -53,6 +54,8 @@ class PackedRow:
     """float32 [T]."""
     ref_logprobs: np.ndarray | None
     """float32 [T]; None unless every sample of the row carries them."""
+    teacher: TeacherScores | None = None
+    """Blank where a sample has no teacher; None: none of the row has."""
 
     @property
     def num_tokens(self) -> int:
@@ -136,6 +139,7 @@ def pack_row(samples: Sequence[Sample], bundles: Sequence[Bundle]) -> PackedRow:
         advantages=join(lambda sample: sample.advantages, np.float32),
         temperatures=np.repeat(temperatures, lengths),
         ref_logprobs=join(_ref_logprobs, np.float32) if complete else None,
+        teacher=join_teachers(samples, spans),
     )
 
 

@@ -18,6 +18,7 @@ from headrace.engines.held_weights import HeldWeights
 from headrace.engines.sampler import Drawn
 from headrace.engines.scheduler import Work
 from headrace.engines.sequences import SlotTable
+from headrace.types import TeacherScores
 
 
 def score_in_chunks(
@@ -70,4 +71,10 @@ class Executor(Protocol):
 
     def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int) -> np.ndarray:
         """float32 [T] logprobs of the tokens, entry 0 is 0; ``blocks`` hold their keys and values."""
+        ...
+
+    def score_top(
+        self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int, top_k: int
+    ) -> TeacherScores:
+        """As ``score``, with the ``top_k`` likeliest tokens of every position."""
         ...

@@ -9,6 +9,7 @@ Shape legend: T rows of a pass, R rows that are sampled, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,9 +25,11 @@ from headrace.engines.passes import ForwardPass, Piece, Rows
 from headrace.engines.sampler import Drawn, SamplerRows, sample, sample_plainly
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
+from headrace.engines.top_scores import top_in_chunks
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.lora import LoraSpec
 from headrace.models.paged_attention import KvTensors
+from headrace.types import TeacherScores
 
 _USUAL_TOKENS = 512
 """Tokens a running sequence is given room for when ``kv_tokens`` is not set."""
@@ -106,6 +109,19 @@ class PlainExecutor:
         return LandedFlight(slots, self._draw(slots, logits_RV))
 
     def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int) -> np.ndarray:
+        logits_of = self._scored_logits(token_ids, blocks, adapter)
+        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
+
+    def score_top(
+        self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int, top_k: int
+    ) -> TeacherScores:
+        logits_of = self._scored_logits(token_ids, blocks, adapter)
+        return top_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of, top_k)
+
+    def _scored_logits(
+        self, token_ids: np.ndarray, blocks: list[int], adapter: int
+    ) -> Callable[[int, int], torch.Tensor]:
+        """float32 [stop - start, V] of given rows, to be asked for in order."""
         table = np.zeros(self._pass.num_table_entries(len(token_ids)), dtype=np.int64)
         table[: len(blocks)] = blocks
 
@@ -114,7 +130,7 @@ class PlainExecutor:
             rows.add_chunk(token_ids[start:stop], start, table, adapter)
             return self._pass.logits(rows, np.arange(stop - start))
 
-        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
+        return logits_of
 
     def _add_decoding(self, rows: Rows, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Add the decoding slots; returns them in another order, and the row of each."""

@@ -18,9 +18,10 @@ Shape legend: R rows that are sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,7 +32,9 @@ from headrace.engines.scheduler import Scheduler, Work
 from headrace.engines.sequences import Sequence, new_sequence, resting_completion
 from headrace.errors import TaskError, WeightSyncError
 from headrace.timekeeping import TimeLedger
-from headrace.types import Completion, FinishReason, Request, TensorBlob, TensorPatch
+from headrace.types import Completion, FinishReason, Request, TeacherScores, TensorBlob, TensorPatch
+
+T = TypeVar("T")
 
 _NOBODYS = -1
 """The version of blocks that are never found by anybody else."""
@@ -200,10 +203,18 @@ class TorchEngine:
     ) -> list[np.ndarray]:
         """float32 [T] logprobs of each sequence's tokens under the policy's weights; entry 0 is 0."""
         adapter = self._policies.adapter_of(policy)
-        with self._ledger.activity("prefill"):
-            return [
-                self._score_one(np.asarray(ids, dtype=np.int64), temperature, adapter) for ids in token_ids
-            ]
+        return self._score_each(
+            token_ids, lambda ids, blocks: self._executor.score(ids, blocks, temperature, adapter)
+        )
+
+    def score_top(
+        self, token_ids: Several[np.ndarray], top_k: int, temperature: float = 1.0, policy: str = POLICY
+    ) -> list[TeacherScores]:
+        """As ``score``, with the likeliest tokens of every position."""
+        adapter = self._policies.adapter_of(policy)
+        return self._score_each(
+            token_ids, lambda ids, blocks: self._executor.score_top(ids, blocks, temperature, adapter, top_k)
+        )
 
     def counters(self) -> dict[str, float]:
         counters = self._scheduler.counters
@@ -266,17 +277,23 @@ class TorchEngine:
                 if sequence.adapter == adapter:
                     self._scheduler.preempt(sequence)
 
-    def _score_one(self, token_ids: np.ndarray, temperature: float, adapter: int) -> np.ndarray:
+    def _score_each(
+        self, token_ids: Several[np.ndarray], score: Callable[[np.ndarray, list[int]], T]
+    ) -> list[T]:
+        with self._ledger.activity("prefill"):
+            return [self._score_one(np.asarray(ids, dtype=np.int64), score) for ids in token_ids]
+
+    def _score_one(self, token_ids: np.ndarray, score: Callable[[np.ndarray, list[int]], T]) -> T:
         if len(token_ids) > self.limit_tokens:
             raise TaskError(
                 f"a sequence of {len(token_ids)} tokens cannot be scored by an engine that takes "
                 f"{self.limit_tokens}; shorten it or raise kv_tokens up to the model's context."
             )
         blocks = self._borrow(len(token_ids))
-        logprobs = self._executor.score(token_ids, blocks, temperature, adapter)
+        scored = score(token_ids, blocks)
         self._scheduler.counters.prefill_tokens += max(0, len(token_ids) - 1)
         self._pool.release(blocks)
-        return logprobs
+        return scored
 
     def _borrow(self, num_rows: int) -> list[int]:
         """Blocks for scoring; running requests are sent back to wait if there is no other way."""

@@ -12,13 +12,16 @@ from typing import Any, Literal
 
 from headrace.launch.rpc import Note
 
-RoleKind = Literal["engine", "reference", "trainer", "scorer"]
+RoleKind = Literal["engine", "reference", "teacher", "trainer", "scorer"]
 Method = Callable[[Any, list[Any], Note | None], Awaitable[Any]]
 
 ENGINE: Mapping[str, Method] = {
     "generate": lambda engine, args, note: engine.generate(args[0], on_progress=note),
     "abort": lambda engine, args, note: engine.abort(args[0]),
     "score": lambda engine, args, note: engine.score(args[0], temperature=args[1], policy=args[2]),
+    "score_top": lambda engine, args, note: engine.score_top(
+        args[0], top_k=args[1], temperature=args[2], policy=args[3]
+    ),
     "begin_update": lambda engine, args, note: engine.begin_update(args[0]),
     "apply": lambda engine, args, note: engine.apply(args[0]),
     "cancel_update": lambda engine, args, note: engine.cancel_update(),
@@ -43,9 +46,12 @@ SCORER: Mapping[str, Method] = {
 
 REFERENCE: Mapping[str, Method] = {name: ENGINE[name] for name in ("score", "status")}
 
+TEACHER: Mapping[str, Method] = {name: ENGINE[name] for name in ("score", "score_top", "apply", "status")}
+
 METHODS: Mapping[str, Mapping[str, Method]] = {
     "engine": ENGINE,
     "reference": REFERENCE,
+    "teacher": TEACHER,
     "trainer": TRAINER,
     "scorer": SCORER,
 }

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.models.tensors import named_tensors, to_blobs
+from headrace.trainers.head_at_ids import logprobs_at
 from headrace.trainers.logprobs import RowTensors, decoder_output, token_logprobs
 from headrace.trainers.ranks import ALONE
 from headrace.types import TensorBlob
@@ -58,6 +59,9 @@ class MasterWeights:
 
     def logprobs(self, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(self.policy, row)
+
+    def logprobs_at(self, row: RowTensors, ids_NA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return logprobs_at(self.policy, row, ids_NA)
 
     def hidden(self, row: RowTensors) -> torch.Tensor:
         return decoder_output(self.policy, row)

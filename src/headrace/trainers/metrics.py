@@ -36,10 +36,11 @@ def step_metrics(records: Sequence[RowRecord], ranks: Ranks = ALONE) -> dict[str
     """Empty when no row had a loss token."""
     tokens_NC = ranks.join(_joined([_token_columns(record) for record in records], columns=6))
     outcomes = [record.outcome for record in records]
-    loss, kl, balance = ranks.totals(
+    loss, kl, balance, divergence = ranks.totals(
         float(sum(outcome.loss.detach().double() for outcome in outcomes)),
         float(sum(outcome.kl.double() for outcome in outcomes)),
         float(sum(outcome.balance for outcome in outcomes if outcome.balance is not None)),
+        float(sum(outcome.distillation for outcome in outcomes if outcome.distillation is not None)),
     )
     gaps, fresh, log_weights = _gaps(records)
     gaps_N2 = ranks.join(
@@ -54,6 +55,8 @@ def step_metrics(records: Sequence[RowRecord], ranks: Ranks = ALONE) -> dict[str
         "kl": kl,
         # Where it is computed it is never 0: even use is 1.
         **({"expert_imbalance": balance} if balance else {}),
+        # A student that is its teacher to the last bit has none to tell.
+        **({"teacher_divergence": divergence} if divergence else {}),
         "entropy": _mean(entropy_N),
         "clip_fraction_low": _mean(low_N),
         "clip_fraction_high": _mean(high_N),

@@ -51,6 +51,8 @@ class RowOutcome:
     """bool: the importance weight was cut at its cap."""
     balance: torch.Tensor | None = None
     """The part of ``loss`` due to unevenly used experts, before its coefficient; None: it has none."""
+    distillation: torch.Tensor | None = None
+    """The row's share of the divergence from its teachers; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

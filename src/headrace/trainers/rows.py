@@ -11,7 +11,7 @@ Legend: N loss tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,6 +24,18 @@ from headrace.trainers.ranks import ALONE, Ranks
 from headrace.types import NO_KV, Sample
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherInputs:
+    """What a teacher said of a row's loss tokens."""
+
+    logprobs_N: torch.Tensor
+    top_ids_NK: torch.Tensor | None
+    """int64; None: its likeliest tokens are not known."""
+    top_logprobs_NK: torch.Tensor | None
+    weights_N: torch.Tensor
+    """float32, each token's share in the step's distillation; 0 where there is no teacher."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainRow:
     """A packed row on the device."""
@@ -32,6 +44,8 @@ class TrainRow:
     inputs: LossInputs
     sequence_share: float
     """What each of the row's sequences counts in a mean over those of the step."""
+    teacher: TeacherInputs | None = None
+    """None: none of the row's samples has a teacher."""
 
     @property
     def is_filler(self) -> bool:
@@ -49,8 +63,10 @@ def train_rows(
     share_prefixes: bool,
     device: torch.device,
     ranks: Ranks = ALONE,
+    with_teachers: bool = False,
 ) -> list[TrainRow]:
-    """Rows of at most ``row_tokens`` tokens; one without loss tokens is left out."""
+    """Rows of at most ``row_tokens`` tokens; one without loss tokens is left out. Teachers' scores are brought along
+    where they are asked for."""
     packed = pack(samples, row_tokens=row_tokens, share_prefixes=share_prefixes)
     counts = np.zeros(len(samples), dtype=np.int64)
     for row in packed:
@@ -64,6 +80,15 @@ def train_rows(
         for row in packed
         if row.loss_mask.any()
     ]
+    if with_teachers:
+        taught = np.array([sample.teacher is not None for sample in samples], dtype=bool)
+        everyones = ranks.join(torch.from_numpy(counts * taught)).numpy()
+        weights = sequence_weights(everyones, aggregation=aggregation, max_tokens=max_tokens)[first:] * taught
+        kept = [row for row in packed if row.loss_mask.any()]
+        rows = [
+            replace(row, teacher=_teacher_inputs(source, weights[source.sample_index], device))
+            for row, source in zip(rows, kept, strict=True)
+        ]
     num_fillers = int(ranks.largest(len(rows))[0]) - len(rows)
     return rows + [_device_row(*_EMPTY, version=version, device=device)] * num_fillers
 
@@ -103,3 +128,19 @@ def _device_row(
         ref_logprobs_N=None if row.ref_logprobs is None else put(row.ref_logprobs[mask]),
     )
     return TrainRow(tensors, inputs, sequence_share)
+
+
+def _teacher_inputs(row: PackedRow, weights: np.ndarray, device: torch.device) -> TeacherInputs | None:
+    mask, scores = row.loss_mask, row.teacher
+    if scores is None:
+        return None
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return TeacherInputs(
+        logprobs_N=put(scores.logprobs[mask]),
+        top_ids_NK=None if scores.top_ids is None else put(scores.top_ids[mask].astype(np.int64)),
+        top_logprobs_NK=None if scores.top_logprobs is None else put(scores.top_logprobs[mask]),
+        weights_N=put(weights[row.sequence[mask]].astype(np.float32)),
+    )

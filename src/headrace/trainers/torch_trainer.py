@@ -39,6 +39,7 @@ from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.balance import ExpertBalance
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
+from headrace.trainers.distilling import Distillation, row_logprobs
 from headrace.trainers.metrics import RowRecord, step_metrics
 from headrace.trainers.objective import Objective, RowOutcome
 from headrace.trainers.optim import Schedule, build_adamw, check_schedule, rate_factor, set_learning_rate
@@ -91,6 +92,7 @@ class TorchTrainer:
         share_prefixes: bool | None = None,
         eager: bool = False,
         lora: LoraSpec | None = None,
+        distillation: Distillation | None = None,
     ) -> None:
         """``model`` is taken over: it is moved to float32 and to packed attention. Of several ``ranks`` the
         first has the model's weights and the ``sender``, on the others ``model`` is hollow; groups of
@@ -100,7 +102,8 @@ class TorchTrainer:
         log-probabilities. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``;
         ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt once for all attempts at it
         (None: on a GPU); ``eager`` compiles nothing, for debugging. ``lora``: train this adapter and leave the
-        model's own weights alone."""
+        model's own weights alone. ``distillation``: what is made of the teachers' scores that samples bring
+        (None: nothing)."""
         self.objective = Objective(
             loss=loss, correction=correction, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
             tis_cap=tis_cap, kl=kl, kl_coef=kl_coef,
@@ -113,7 +116,7 @@ class TorchTrainer:
         self._schedule, self._total_steps = schedule, total_steps
         self._keep_reference = keep_reference
         self._grad_clip, self._row_tokens, self._minibatches = grad_clip, row_tokens, minibatches
-        self._on_nonfinite = on_nonfinite
+        self._on_nonfinite, self._distillation = on_nonfinite, distillation
         self._sender, self.ledger, self._tokenizer_dir = sender, ledger, tokenizer_dir
         dtype = _DTYPES[compute_dtype]
         with_reference = self.objective.needs_reference and keep_reference
@@ -269,9 +272,12 @@ class TorchTrainer:
                 share_prefixes=self._share_prefixes,
                 device=self._device,
                 ranks=self._ranks,
+                with_teachers=self._distillation is not None,
             )
             for part in parts
         ]
+        if self._distillation is not None:
+            self._distillation.check(parts)
         if self.objective.needs_reference and not self._keep_reference:
             _check_references(parts)
         elif self.objective.needs_reference:
@@ -320,8 +326,10 @@ class TorchTrainer:
         for index, row in enumerate(rows):
             self._weights.begin_row(is_last=index == len(rows) - 1)
             with self._balance or nullcontext():
-                logprobs_N, entropy_N = self._weights.logprobs(row.tensors)
-            outcome = self._with_balance(self.objective(logprobs_N, row.inputs), row)
+                policy = row_logprobs(self._weights, row)
+            outcome = self._with_balance(self.objective(policy.sampled_N, row.inputs), row)
+            if self._distillation is not None:
+                outcome = self._distillation.added_to(outcome, policy, row)
             outcome.loss.backward()
             if row.is_filler:
                 continue
@@ -330,8 +338,8 @@ class TorchTrainer:
                 RowRecord(
                     inputs=row.inputs,
                     outcome=outcome,
-                    policy_logprobs_N=logprobs_N.detach(),
-                    entropy_N=entropy_N,
+                    policy_logprobs_N=policy.sampled_N.detach(),
+                    entropy_N=policy.entropy_N,
                     before_update=before_update,
                 )
             )
