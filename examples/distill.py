@@ -73,7 +73,7 @@ def main(divergence: str = "sampled") -> float:
                 "distill.divergence": divergence,
                 "model.device": "cpu",
                 "run.dir": str(Path(made) / "runs"),
-                "run.steps": 300,
+                "run.steps": 120,
                 "run.checkpoint_every": 0,
                 "run.console": "off",
                 "rollout.group_size": 4,

@@ -48,14 +48,17 @@ def sampled(
     behavior_logprobs_T: torch.Tensor,
     teacher_logprobs_T: torch.Tensor,
     *,
+    baseline: float = 0.0,
     max_weight: float = MAX_WEIGHT,
 ) -> TokenDivergence:
-    """Reverse KL by the drawn tokens alone. The value is the k3 estimate, which is never negative."""
+    """Reverse KL by the drawn tokens alone. ``baseline``, any number known before the token was drawn, is taken off
+    its gap: it changes the spread of the gradient and not its mean. The value is the k3 estimate, which is never
+    negative."""
     gap_T = (policy_logprobs_T - teacher_logprobs_T).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     weight_T = ratio(policy_logprobs_T, behavior_logprobs_T).detach().clamp(max=max_weight)
     # A factor of 1 whose gradient is that of log pi.
     alive_T = (policy_logprobs_T - policy_logprobs_T.detach()).exp()
-    return TokenDivergence(weight_T * gap_T * alive_T, weight_T * (torch.expm1(-gap_T) + gap_T))
+    return TokenDivergence(weight_T * (gap_T - baseline) * alive_T, weight_T * (torch.expm1(-gap_T) + gap_T))
 
 
 def forward(policy_logprobs_TK: torch.Tensor, teacher_logprobs_TK: torch.Tensor) -> TokenDivergence:

@@ -98,6 +98,8 @@ class Distillation:
         self, policy: RowLogprobs, teacher: TeacherInputs, behavior_N: torch.Tensor
     ) -> distillation.TokenDivergence:
         if self.divergence == "sampled":
-            return distillation.sampled(policy.sampled_N, behavior_N, teacher.logprobs_N)
+            return distillation.sampled(
+                policy.sampled_N, behavior_N, teacher.logprobs_N, baseline=teacher.mean_gap
+            )
         assert policy.at_teachers_NK is not None and teacher.top_logprobs_NK is not None
         return distillation.COMPUTED[self.divergence](policy.at_teachers_NK, teacher.top_logprobs_NK)

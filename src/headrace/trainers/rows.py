@@ -34,6 +34,8 @@ class TeacherInputs:
     top_logprobs_NK: torch.Tensor | None
     weights_N: torch.Tensor
     """float32, each token's share in the step's distillation; 0 where there is no teacher."""
+    mean_gap: float
+    """Mean of log mu - log teacher over the whole step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,10 @@ def train_rows(
         taught = np.array([sample.teacher is not None for sample in samples], dtype=bool)
         everyones = ranks.join(torch.from_numpy(counts * taught)).numpy()
         weights = sequence_weights(everyones, aggregation=aggregation, max_tokens=max_tokens)[first:] * taught
+        mean_gap = _mean_gap(samples, weights, ranks)
         kept = [row for row in packed if row.loss_mask.any()]
         rows = [
-            replace(row, teacher=_teacher_inputs(source, weights[source.sample_index], device))
+            replace(row, teacher=_teacher_inputs(source, weights[source.sample_index], mean_gap, device))
             for row, source in zip(rows, kept, strict=True)
         ]
     num_fillers = int(ranks.largest(len(rows))[0]) - len(rows)
@@ -130,7 +133,21 @@ def _device_row(
     return TrainRow(tensors, inputs, sequence_share)
 
 
-def _teacher_inputs(row: PackedRow, weights: np.ndarray, device: torch.device) -> TeacherInputs | None:
+def _mean_gap(samples: Sequence[Sample], weights: np.ndarray, ranks: Ranks) -> float:
+    """Mean of log mu - log teacher over the loss tokens of all ranks that have a teacher, by their weights."""
+    gap, weight = 0.0, 0.0
+    for sample, its in zip(samples, weights.tolist(), strict=True):
+        if sample.teacher is not None:
+            mask = sample.loss_mask
+            gap += its * float((sample.behavior_logprobs[mask] - sample.teacher.logprobs[mask]).sum())
+            weight += its * int(mask.sum())
+    gap, weight = ranks.totals(gap, weight)
+    return gap / weight if weight else 0.0
+
+
+def _teacher_inputs(
+    row: PackedRow, weights: np.ndarray, mean_gap: float, device: torch.device
+) -> TeacherInputs | None:
     mask, scores = row.loss_mask, row.teacher
     if scores is None:
         return None
@@ -143,4 +160,5 @@ def _teacher_inputs(row: PackedRow, weights: np.ndarray, device: torch.device) -
         top_ids_NK=None if scores.top_ids is None else put(scores.top_ids[mask].astype(np.int64)),
         top_logprobs_NK=None if scores.top_logprobs is None else put(scores.top_logprobs[mask]),
         weights_N=put(weights[row.sequence[mask]].astype(np.float32)),
+        mean_gap=mean_gap,
     )
