@@ -105,9 +105,10 @@ def test_teachers_are_processes_beside_the_others_and_tasks_choose_among_them(se
     assert result.summary.attempts["trained"] == 4 * 2 * 4
 
 
-def test_a_student_learns_from_what_it_was_some_versions_ago(settings):
+@pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapter"])
+def test_a_student_learns_from_what_it_was_some_versions_ago(settings, rank):
     chosen = {k: v for k, v in settings.items() if k != "distill.teachers"}
-    chosen |= {"distill.snapshot_lag": 2, "trainer.learning_rate": 1e-3}
+    chosen |= {"distill.snapshot_lag": 2, "trainer.learning_rate": 1e-2 if rank else 1e-3, "lora.rank": rank}
     result = headrace.train(tasks=demo.tasks(64), reward=letters_a, settings=chosen)
     seen = [step.get("teacher_divergence", 0.0) for step in metrics(result)]
     # At first it is its own teacher; then it has moved away from it.

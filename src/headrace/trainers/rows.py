@@ -85,7 +85,8 @@ def train_rows(
     if with_teachers:
         taught = np.array([sample.teacher is not None for sample in samples], dtype=bool)
         everyones = ranks.join(torch.from_numpy(counts * taught)).numpy()
-        weights = sequence_weights(everyones, aggregation=aggregation, max_tokens=max_tokens)[first:] * taught
+        weights = sequence_weights(everyones, aggregation=aggregation, max_tokens=max_tokens)
+        weights = weights[first : first + len(samples)] * taught
         mean_gap = _mean_gap(samples, weights, ranks)
         kept = [row for row in packed if row.loss_mask.any()]
         rows = [
