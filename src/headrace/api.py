@@ -144,13 +144,13 @@ def _settings(
     return from_dict({**values, **named}, training=training)
 
 
-def _rewards(given: Any, settings: Settings) -> list[build.Reward]:
+def _rewards(given: Any, settings: Settings, *, needed: bool = True) -> list[build.Reward]:
     rewards = list(settings.reward.functions) if given is None else given
     if isinstance(rewards, str) or callable(rewards):
         rewards = [rewards]
     if not isinstance(rewards, Sequence) or not all(isinstance(r, str) or callable(r) for r in rewards):
         raise ConfigError(f"reward is {rewards!r}: give a function, module:function, or a list of those")
-    if not rewards and not teaching.names(settings):
+    if not rewards and needed:
         raise ConfigError("reward.functions is not set: name at least one reward function")
     if not rewards and settings.rollout.drop_zero_variance:
         raise ConfigError(
@@ -169,7 +169,8 @@ def _inputs(settings: Settings, tasks: Any, reward: Any) -> _Inputs:
     source = build.task_source(settings, tasks)
     # What the first task cannot do, a missing chat template for instance, most likely none can.
     renderer.prompt_ids(source.task(0))
-    return _Inputs(renderer=renderer, tasks=source, rewards=_rewards(reward, settings))
+    rewards = _rewards(reward, settings, needed=not teaching.names(settings))
+    return _Inputs(renderer=renderer, tasks=source, rewards=rewards)
 
 
 async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -> RunResult:
