@@ -86,13 +86,14 @@ def check_tokenizers(settings: Settings) -> None:
     own = _vocabulary(found_model(settings.model.path, "model.path"))
     for name in settings.distill.teachers:
         other = _vocabulary(_directory(settings, name))
-        if own is None or other is None or own == other:
-            continue
-        token, number = min(set(own.items()) ^ set(other.items()), key=lambda pair: (pair[1], pair[0]))
-        raise ModelError(
-            f"distill.teachers: {name} has another tokenizer than model.path (token {number}, {token!r}, is in one of "
-            "them only), so its log-probabilities would be of other tokens; choose a teacher of the same family"
-        )
+        # A teacher may know more tokens; the student then has no use for them.
+        unknown = [] if own is None or other is None else own.items() - other.items()
+        if unknown:
+            token, number = min(unknown, key=lambda pair: pair[1])
+            raise ModelError(
+                f"distill.teachers: {name} has another tokenizer than model.path, whose token {number} ({token!r}) it "
+                "does not have, so its log-probabilities would be of other tokens; choose a teacher of the same family"
+            )
 
 
 def _directory(settings: Settings, name: str) -> Path:
