@@ -86,13 +86,7 @@ def train_rows(
         taught = np.array([sample.teacher is not None for sample in samples], dtype=bool)
         everyones = ranks.join(torch.from_numpy(counts * taught)).numpy()
         weights = sequence_weights(everyones, aggregation=aggregation, max_tokens=max_tokens)
-        weights = weights[first : first + len(samples)] * taught
-        mean_gap = _mean_gap(samples, weights, ranks)
-        kept = [row for row in packed if row.loss_mask.any()]
-        rows = [
-            replace(row, teacher=_teacher_inputs(source, weights[source.sample_index], mean_gap, device))
-            for row, source in zip(rows, kept, strict=True)
-        ]
+        rows = _with_teachers(rows, packed, samples, weights[first : first + len(samples)] * taught, ranks)
     num_fillers = int(ranks.largest(len(rows))[0]) - len(rows)
     return rows + [_device_row(*_EMPTY, version=version, device=device)] * num_fillers
 
@@ -134,6 +128,22 @@ def _device_row(
     return TrainRow(tensors, inputs, sequence_share)
 
 
+def _with_teachers(
+    rows: Sequence[TrainRow],
+    packed: Sequence[PackedRow],
+    samples: Sequence[Sample],
+    weights: np.ndarray,
+    ranks: Ranks,
+) -> list[TrainRow]:
+    """``weights`` are those of each sample's tokens in the step's distillation; 0 without a teacher."""
+    mean_gap = _mean_gap(samples, weights, ranks)
+    sources = [row for row in packed if row.loss_mask.any()]
+    return [
+        replace(row, teacher=_teacher_inputs(source, weights[source.sample_index], mean_gap, row))
+        for row, source in zip(rows, sources, strict=True)
+    ]
+
+
 def _mean_gap(samples: Sequence[Sample], weights: np.ndarray, ranks: Ranks) -> float:
     """Mean of log mu - log teacher over the loss tokens of all ranks that have a teacher, by their weights."""
     gap, weight = 0.0, 0.0
@@ -147,9 +157,9 @@ def _mean_gap(samples: Sequence[Sample], weights: np.ndarray, ranks: Ranks) -> f
 
 
 def _teacher_inputs(
-    row: PackedRow, weights: np.ndarray, mean_gap: float, device: torch.device
+    source: PackedRow, weights: np.ndarray, mean_gap: float, row: TrainRow
 ) -> TeacherInputs | None:
-    mask, scores = row.loss_mask, row.teacher
+    mask, scores, device = source.loss_mask, source.teacher, row.tensors.token_ids_T.device
     if scores is None:
         return None
 
@@ -160,6 +170,6 @@ def _teacher_inputs(
         logprobs_N=put(scores.logprobs[mask]),
         top_ids_NK=None if scores.top_ids is None else put(scores.top_ids[mask].astype(np.int64)),
         top_logprobs_NK=None if scores.top_logprobs is None else put(scores.top_logprobs[mask]),
-        weights_N=put(weights[row.sequence[mask]].astype(np.float32)),
+        weights_N=put(weights[source.sequence[mask]].astype(np.float32)),
         mean_gap=mean_gap,
     )
