@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace import build
+from headrace import build, teaching
 from headrace.config import Settings, from_dict
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
@@ -23,8 +23,8 @@ from headrace.weights.transports import TransportReceiver, weight_sender
 
 
 def engine_role(told: Mapping[str, Any]) -> Engine:
-    """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update. A
-    ``reference`` only scores."""
+    """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update. One that only
+    ``scores`` is small, and without an adapter unless it is to ``follow`` the policy."""
     build.quieten()
     from headrace.engines.checks import context_tokens
     from headrace.engines.driver import EngineDriver
@@ -35,7 +35,8 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
     settings = from_dict(told["settings"], training=False)
     model = load_model(told["model"], dtype=build.dtype(settings), device=build.device(settings.model.device))
     e = settings.engine
-    if told.get("reference"):
+    scores, follows = told.get("scores", False), told.get("follows", False)
+    if scores:
         e = build.reference_settings(settings, context_tokens(model.config.get_text_config()))
     core = torch_engine(
         model,
@@ -47,8 +48,8 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
         prefill_tokens=e.prefill_tokens,
         compiled=not settings.model.eager,
         memory_share=build.memory_share(settings, beside_trainer="segments" in told),
-        lora=build.lora(settings) if "segments" in told else None,
-        record_routes=settings.algo.routing == "keep" and "segments" in told and not told.get("reference"),
+        lora=build.lora(settings) if "segments" in told and (follows or not scores) else None,
+        record_routes=settings.algo.routing == "keep" and "segments" in told and not scores,
         progress=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
     )
     return EngineDriver(
@@ -106,6 +107,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         compute_dtype="bf16" if build.dtype(settings) == "bfloat16" else "fp32",
         eager=settings.model.eager,
         lora=build.lora(settings),
+        distillation=teaching.distillation(settings),
     )
     return TrainerDriver(core, threaded=told["threaded"], role=told.get("name", "trainer"))
 

@@ -177,6 +177,22 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherScores:
+    """What another model thinks of one token sequence; entry t is its distribution given the tokens before t."""
+
+    logprobs: np.ndarray
+    """float32 [T], of the sequence's own tokens; entry 0 is 0."""
+    top_ids: np.ndarray | None = None
+    """int32 [T, K], its likeliest tokens at each position; None: not asked for."""
+    top_logprobs: np.ndarray | None = None
+    """float32 [T, K]; -inf marks an entry that is none (row 0, a vocabulary of fewer than K tokens)."""
+    teacher: str = ""
+    """Who it was, by name in the settings."""
+    version: int = 0
+    """Of its weights; 0 for a teacher that never changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeGroup:
     """The attempts that are compared with each other, scored."""
 
@@ -187,6 +203,8 @@ class EpisodeGroup:
     """The weighted sum of each episode's rewards."""
     ref_logprobs: tuple[np.ndarray, ...] | None = None
     """float32 [T] of each of its samples, in order; None: no engine computes the reference."""
+    teacher: tuple[TeacherScores, ...] | None = None
+    """Of each of its samples, in order; None: the task has no teacher."""
 
     @property
     def oldest_version(self) -> int:
@@ -219,6 +237,8 @@ class Sample:
     """Of its last completion."""
     ref_logprobs: np.ndarray | None = None
     """float32 [T]; None: no engine computed them."""
+    teacher: TeacherScores | None = None
+    """None: nobody is imitated here."""
     routing: Routing | None = None
     sampling_mask: SamplingMask | None = None
 

@@ -24,14 +24,17 @@ class InlineCluster:
         scorers: Sequence[Scorer] = (),
         *,
         reference: Engine | None = None,
+        teachers: Mapping[str, Engine] | None = None,
         directory: Path | None = None,
     ) -> None:
         """``trainer`` None: nothing is trained (an evaluation). ``reference``: an engine that keeps the starting
-        weights. ``directory``: of the weight segments, removed at the end."""
+        weights. ``teachers``: engines that are imitated, by name. ``directory``: of the weight segments, removed
+        at the end."""
         self._directory = directory
         self.engines = tuple(engines)
         self.scorers = tuple(scorers)
         self.reference = reference
+        self.teachers = dict(teachers or {})
         self._trainer = trainer
 
     @property
@@ -42,7 +45,8 @@ class InlineCluster:
 
     @property
     def _all_engines(self) -> tuple[Engine, ...]:
-        return self.engines if self.reference is None else (*self.engines, self.reference)
+        others = () if self.reference is None else (self.reference,)
+        return (*self.engines, *others, *self.teachers.values())
 
     async def statuses(self) -> Mapping[str, RoleStatus]:
         """What each role that has a status says of itself now."""

@@ -47,12 +47,16 @@ class LocalCluster:
     ) -> None:
         callers = {
             kind: [p.caller for p in processes if p.spec.kind == kind]
-            for kind in ("engine", "reference", "scorer")
+            for kind in ("engine", "reference", "teacher", "scorer")
         }
         self.engines = tuple(RemoteEngine(caller, deadlines_s) for caller in callers["engine"])
         self.scorers = tuple(RemoteScorer(caller, deadlines_s) for caller in callers["scorer"])
         references = [RemoteEngine(caller, deadlines_s) for caller in callers["reference"]]
         self.reference = references[0] if references else None
+        self.teachers = {
+            caller.role.removeprefix("teacher-"): RemoteEngine(caller, deadlines_s)
+            for caller in callers["teacher"]
+        }
         trainers = [p for p in processes if p.spec.kind == "trainer"]
         self._trainer: Trainer | None = None
         if len(trainers) == 1:

@@ -62,7 +62,7 @@ def sync_share(seconds: Mapping[str, float]) -> float:
     return _share_since_loading(seconds, SYNC)
 
 
-_ON_DEVICES = ("engine", "reference", "trainer")
+_ON_DEVICES = ("engine", "reference", "teacher", "trainer")
 
 
 def kind(role: str) -> str:

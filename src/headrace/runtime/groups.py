@@ -26,6 +26,7 @@ from headrace.runtime.reference import ReferencePolicy
 from headrace.runtime.rollout import Interrupted, RolloutClient, run_attempt
 from headrace.runtime.router import Router
 from headrace.runtime.state import LiveGroup
+from headrace.runtime.teachers import Teachers
 from headrace.types import DropReason, Episode, EpisodeGroup
 
 FATAL = (InvariantError, RoleError, CheckpointError, WeightSyncError)
@@ -41,17 +42,20 @@ class GroupRunner:
         environment: Environment,
         scorer: Scorer,
         reference: ReferencePolicy | None = None,
+        teachers: Teachers | None = None,
         record: Callable[[Record], None],
         on_ready: Callable[[ReadyGroup], None],
         on_dropped: Callable[[int, DropReason, str], None],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
-        """``reference`` None: samples carry no log-probabilities of the starting policy."""
+        """``reference`` None: samples carry no log-probabilities of the starting policy; ``teachers`` None: nor any
+        of a teacher."""
         self._plan = plan
         self._router = router
         self._environment = environment
         self._scorer = scorer
         self._reference = reference
+        self._teachers = teachers
         self._record = record
         self._on_ready = on_ready
         self._on_dropped = on_dropped
@@ -189,6 +193,10 @@ class GroupRunner:
         if self._reference is not None:
             # Before the group counts as finished: until then the trainer is kept from outrunning it.
             record["ref_logprobs"] = await self._reference.logprobs(live.group, episodes)
+            if live.group in self._ending or self._paused:
+                raise Interrupted
+        if self._teachers is not None:
+            record["teacher"] = await self._teachers.scores(live.group, episodes)
             if live.group in self._ending or self._paused:
                 raise Interrupted
         self._record(record)

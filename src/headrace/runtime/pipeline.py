@@ -33,6 +33,7 @@ from headrace.runtime.router import Router
 from headrace.runtime.slots import Slots
 from headrace.runtime.state import RunState
 from headrace.runtime.supervisor import Supervisor
+from headrace.runtime.teachers import Teachers
 from headrace.runtime.weight_sync import WeightSync
 from headrace.types import DropReason, RoleStatus, StepResult, WeightManifest
 
@@ -51,11 +52,12 @@ class Pipeline:
         run_dir: Path,
         sink: Sink,
         reference: Engine | None = None,
+        teachers: Teachers | None = None,
         own_status: Callable[[], RoleStatus] | None = None,
     ) -> None:
         """``reference``: an engine with the starting weights, which computes their log-probabilities (None: the
-        trainer does, where it needs them). ``own_status`` tells where the controller's own time went; None: it is
-        not metered."""
+        trainer does, where it needs them). ``teachers``: who is imitated (None: nobody). ``own_status`` tells where the
+        controller's own time went; None: it is not metered."""
         self._plan = plan
         self._supervisor = Supervisor()
         self._cluster = cluster
@@ -83,12 +85,15 @@ class Pipeline:
             environment=environment,
             scorer=scorer,
             reference=None if reference is None else ReferencePolicy(reference, deadline_s=plan.stall_s),
+            teachers=teachers,
             record=self._record,
             on_ready=self._ready,
             on_dropped=self._dropped,
             on_fatal=self._supervisor.fail,
         )
-        self._report = Reporter(self.state, cluster, sink, own_status, reference=reference)
+        self._teachers = teachers
+        scoring = (() if reference is None else (reference,)) + (() if teachers is None else teachers.engines)
+        self._report = Reporter(self.state, cluster, sink, own_status, scoring=scoring)
         self._landings: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._drops = DropWatch(error_budget=plan.error_budget, groups_per_step=plan.groups_per_step)
@@ -229,7 +234,9 @@ class Pipeline:
         self._slots.release(group.group for group in groups)
         if result is not None:
             await self._report.step(result, summary or {})
-        await self._sync.retire(manifest.version)
+        unneeded = [manifest.version] if self._teachers is None else await self._teachers.landed(manifest)
+        for version in unneeded:
+            await self._sync.retire(version)
 
     async def _save(self) -> None:
         self._sink.emit("phase", {"text": f"saving the checkpoint of step {self.state.step}"})

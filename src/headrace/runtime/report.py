@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,13 +20,14 @@ class Reporter:
         sink: Sink,
         own_status: Callable[[], RoleStatus] | None,
         *,
-        reference: Engine | None = None,
+        scoring: Sequence[Engine] = (),
     ) -> None:
+        """``scoring``: engines beside those of the cluster, which only score."""
         self._state = state
         self._cluster = cluster
         self._sink = sink
         self._own_status = own_status
-        self._engines = (*cluster.engines, reference) if reference is not None else tuple(cluster.engines)
+        self._engines = (*cluster.engines, *scoring)
         self._clock = asyncio.get_running_loop().time
         self._since = self._clock()
         self._trained_tokens = 0

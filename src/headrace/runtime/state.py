@@ -10,7 +10,8 @@ killed controller knew is what its successor reads back. The record kinds:
     episode  {group, attempt, trajectories}        an attempt is finished; a trajectory is a list of its turns
                                                    by number, text, policy and trainable
     scored   {group, rewards, returns}             the group waits for its batch; ``ref_logprobs`` of its samples
-                                                   are with it where an engine computes them
+                                                   are with it where an engine computes them, and so is what a
+                                                   ``teacher`` says of them
     drop     {group, reason, detail}               a group ends untrained
     take     {step, groups}                        a step begins to train these groups
     trained  {step, version, groups}               ... and has; its slots are held until the weights arrive
@@ -149,6 +150,7 @@ def _scored(state: RunState, r: dict[str, Any]) -> None:
         episodes=episodes,
         returns=tuple(r["returns"]),
         ref_logprobs=None if references is None else tuple(references),
+        teacher=None if r.get("teacher") is None else tuple(r["teacher"]),
     )
     # The scored group holds the episodes; keeping them twice would double the checkpoint.
     live.turns, live.episodes = {}, {}

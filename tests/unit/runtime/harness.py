@@ -98,6 +98,8 @@ def make_pipeline(
     scorer: Any = None,
     sink: Any = None,
     reference: Any = None,
+    teachers: Any = None,
+    tasks: Any = None,
 ) -> Pipeline:
     """Call inside a running loop."""
     return Pipeline(
@@ -108,8 +110,9 @@ def make_pipeline(
         ),
         environment=environment or OneTurn(),
         scorer=scorer or ParityScorer(),
-        tasks=CountingTasks(),
+        tasks=tasks or CountingTasks(),
         run_dir=run_dir,
         sink=sink or MemorySink(),
         reference=reference,
+        teachers=teachers,
     )
