@@ -42,6 +42,8 @@ class Sequence:
     started: bool = False
     adapter: int = 0
     """The adapter it is computed with; 0: none."""
+    fork_unseen: bool = False
+    """It is a branch, and has not started yet."""
 
     @property
     def num_prompt(self) -> int:
@@ -53,7 +55,10 @@ def new_sequence(request: Request, limit: int, adapter: int = 0) -> Sequence:
     if prefix is None:
         nothing = np.zeros(0, dtype=np.int32)
         logprobs = nothing.astype(np.float32)
-        return Sequence(request, limit, prompt_ids, logprobs, nothing, [], NO_KV, adapter=adapter)
+        is_branch = request.fork is not None
+        return Sequence(
+            request, limit, prompt_ids, logprobs, nothing, [], NO_KV, adapter=adapter, fork_unseen=is_branch
+        )
     return Sequence(
         request,
         limit,
