@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.algos.pivots import PivotRule
 from headrace.config import EngineSettings, Settings
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
@@ -40,7 +41,8 @@ _SCORED_TOKENS = 1024
 """Tokens a reference scores in one pass, whose logits are held whole."""
 
 
-def plan(settings: Settings) -> RunPlan:
+def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
+    """``renderer`` is needed where ``pivots.options`` names delimiters."""
     run, rollout, algo = settings.run, settings.rollout, settings.algo
     return RunPlan(
         steps=run.steps,
@@ -62,6 +64,31 @@ def plan(settings: Settings) -> RunPlan:
         sync_s=settings.weights.deadline_s,
         stall_s=run.stall_s,
         error_budget=settings.reward.error_budget,
+        pivots=pivot_rule(settings, renderer),
+    )
+
+
+def pivot_rule(settings: Settings, renderer: Renderer | None = None) -> PivotRule | None:
+    """None: failed attempts are not branched off."""
+    p = settings.pivots
+    options: dict[str, Any] = dict(p.options)
+    delimiters, num_segments = options.pop("delimiters", ()), options.pop("segments", 0)
+    if p.branches == 0:
+        return None
+    if delimiters and renderer is None:
+        raise ConfigError(
+            "pivots.options.delimiters needs the model's tokenizer, which this plan is made without"
+        )
+    try:
+        delimiter_ids = renderer.single_token_ids(delimiters) if renderer is not None else ()
+    except ModelError as e:
+        raise ConfigError(f"pivots.options.delimiters: {e}") from e
+    return PivotRule(
+        branches=p.branches,
+        segment_tokens=p.segment_tokens,
+        delimiter_ids=delimiter_ids,
+        num_segments=num_segments,
+        **options,
     )
 
 

@@ -87,6 +87,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         kl_coef=a.kl_coef,
         keep_reference=a.reference == "trainer",
         balance_coef=a.balance_coef,
+        pivot_weight=settings.pivots.weight,
         learning_rate=t.learning_rate,
         betas=t.betas,
         weight_decay=t.weight_decay,

@@ -61,6 +61,11 @@ class Pivot:
     engine: str
     """Name of the engine that computed it."""
 
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32, everything a branch is shown."""
+        return np.concatenate([self.prompt_ids, self.prefix_ids]).astype(np.int32)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.algos.pivots import PivotRule
 from headrace.runtime.staleness import StalenessPolicy
 from headrace.types import InterruptMode
 
@@ -37,10 +38,17 @@ class RunPlan:
     """A run in which nothing moves for this long is stopped, and says what it waited for."""
     error_budget: float = 0.1
     """Share of admitted groups that may fail before the run stops."""
+    pivots: PivotRule | None = None
+    """None: failed attempts are not branched off."""
 
     @property
     def capacity(self) -> int:
         return (self.max_lag + 1) * self.groups_per_step
+
+    @property
+    def branch_capacity(self) -> int:
+        """Branch groups under way, at most: as many as others."""
+        return self.capacity if self.pivots is not None else 0
 
     @property
     def total_groups(self) -> int:

@@ -16,12 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.algos.aggregation import Aggregation, sequence_weights
+from headrace.algos.aggregation import Aggregation, component_weights
 from headrace.data.packing import PackedRow, pack
 from headrace.trainers.logprobs import RowTensors, row_tensors
 from headrace.trainers.objective import LossInputs
 from headrace.trainers.ranks import ALONE, Ranks
 from headrace.types import NO_KV, Sample
+
+COMPONENTS = ("main", "pivot")
+"""What ``Sample.component`` may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +52,24 @@ def train_rows(
     share_prefixes: bool,
     device: torch.device,
     ranks: Ranks = ALONE,
+    pivot_weight: float = 1.0,
 ) -> list[TrainRow]:
-    """Rows of at most ``row_tokens`` tokens; one without loss tokens is left out."""
+    """Rows of at most ``row_tokens`` tokens; one without loss tokens is left out. ``pivot_weight``: of the branches'
+    part of the loss."""
     packed = pack(samples, row_tokens=row_tokens, share_prefixes=share_prefixes)
-    counts = np.zeros(len(samples), dtype=np.int64)
+    counts = np.zeros((len(samples), 2), dtype=np.int64)
+    counts[:, 1] = [COMPONENTS.index(sample.component) for sample in samples]
     for row in packed:
-        counts[row.sample_index] = np.bincount(row.sequence[row.loss_mask], minlength=row.num_sequences)
+        counts[row.sample_index, 0] = np.bincount(row.sequence[row.loss_mask], minlength=row.num_sequences)
     everyones = ranks.join(torch.from_numpy(counts)).numpy()
     first = sum(ranks.counts(len(samples))[: ranks.rank])
-    weights = sequence_weights(everyones, aggregation=aggregation, max_tokens=max_tokens)[first:]
+    weights = component_weights(
+        everyones[:, 0],
+        everyones[:, 1],
+        (1.0, pivot_weight),
+        aggregation=aggregation,
+        max_tokens=max_tokens,
+    )[first:]
     share = 1.0 / max(len(everyones), 1)
     rows = [
         _device_row(row, weights[row.sample_index], share, version=version, device=device)

@@ -77,6 +77,7 @@ class TorchTrainer:
         kl_coef: float = 0.0,
         keep_reference: bool = True,
         balance_coef: float = 0.0,
+        pivot_weight: float = 1.0,
         learning_rate: float = 1e-6,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
@@ -99,7 +100,8 @@ class TorchTrainer:
         in. ``keep_reference`` False: the reference of a KL term is not kept here, samples bring its
         log-probabilities. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``;
         ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt once for all attempts at it
-        (None: on a GPU); ``eager`` compiles nothing, for debugging. ``lora``: train this adapter and leave the
+        (None: on a GPU); ``pivot_weight`` is the factor of the branches' part of the loss, which has its own
+        denominator; ``eager`` compiles nothing, for debugging. ``lora``: train this adapter and leave the
         model's own weights alone."""
         self.objective = Objective(
             loss=loss, correction=correction, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
@@ -108,7 +110,7 @@ class TorchTrainer:
         check_aggregation(aggregation, max_tokens=max_tokens)
         check_schedule(schedule, warmup_steps=warmup_steps, total_steps=total_steps)
         _check_numbers(minibatches, row_tokens, learning_rate, grad_clip)
-        self._aggregation, self._max_tokens = aggregation, max_tokens
+        self._aggregation, self._max_tokens, self._pivot_weight = aggregation, max_tokens, pivot_weight
         self._learning_rate, self._warmup_steps = learning_rate, warmup_steps
         self._schedule, self._total_steps = schedule, total_steps
         self._keep_reference = keep_reference
@@ -269,6 +271,7 @@ class TorchTrainer:
                 share_prefixes=self._share_prefixes,
                 device=self._device,
                 ranks=self._ranks,
+                pivot_weight=self._pivot_weight,
             )
             for part in parts
         ]
