@@ -47,8 +47,9 @@ class RunPlan:
 
     @property
     def branch_capacity(self) -> int:
-        """Branch groups under way, at most: as many as others."""
-        return self.capacity if self.pivots is not None else 0
+        """Branch groups under way, at most: all that the other groups under way can give rise to. With fewer, pivots
+        would wait for the slots of the last step's, and find their keys and values gone."""
+        return self.capacity * self.pivots.per_group if self.pivots is not None else 0
 
     @property
     def total_groups(self) -> int:
