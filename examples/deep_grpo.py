@@ -1,87 +1,134 @@
 """Branching off failed attempts (DEEP-GRPO) against plain GRPO, at equal generated tokens.
 
-    python examples/deep_grpo.py            # one seed, about a minute
-    python examples/deep_grpo.py 0 1 2 3 4  # the table of docs/pivots.md
+    python examples/deep_grpo.py            # one seed
+    python examples/deep_grpo.py 1 2 3 4 5  # the table of docs/pivots.md
 
 The task has a long easy part and a decisive step at its end: repeat a word three times, then write it backwards, and
-only an answer that is right throughout is worth anything. The warm-started model repeats well and reverses badly,
-so almost every attempt fails late. GRPO writes the whole answer again to try the last step once more; a branch
-begins inside the failed attempt and costs only what comes after its pivot.
+only an answer that is right throughout is worth anything. In half of the examples of the warm start the last word is
+any word, so the model that reinforcement begins with repeats well, reverses seldom, and fails late. GRPO writes the
+whole answer again to try the last step once more; a branch begins after the ``|`` of a failed attempt and costs only
+what comes behind it.
 
-Both sides have the same groups a step, so plain GRPO gets more optimizer steps for the same number of tokens. The
-reward is that of the ordinary groups alone: attempts from the prompt, by the policy of that moment.
+Plain GRPO has 12 groups a step. DEEP-GRPO has 8, and spends the tokens of the others on branches. The reward is that
+of the ordinary groups alone: attempts from the prompt, by the policy of that moment. Everything runs in one process
+at lag 0, so a seed gives the same numbers again.
 """
 
 from __future__ import annotations
 
-import json
 import random
+import sys
+import tempfile
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import headrace
 from headrace.data.char_tokenizer import make_char_tokenizer
 from headrace.models.loading import make_tiny_model
+from headrace.observe.jsonl import read_events
 
-LETTERS, LENGTH, REPEATS = "abcdef", 4, 3
-TOKENS = 500_000
-"""Sampled by either side, whatever became of them."""
-ATTEMPT_TOKENS = LENGTH * (REPEATS + 1) + 2
-PIVOTS = {"pivots.branches": 8, "pivots.segment_tokens": 2, "pivots.options": {"gamma": 2.0}}
+LETTERS, LENGTH, REPEATS, STEPS = "abcdef", 4, 3, 40
+WARM_STEPS, RIGHT_SHARE = 140, 0.5
 SETTINGS: dict[str, Any] = {
     "model.device": "cpu",
+    "run.steps": STEPS,
     "run.launcher": "inline",
     "run.console": "off",
     "run.checkpoint_every": 0,
     "rollout.group_size": 8,
-    "rollout.groups_per_step": 8,
-    "rollout.max_tokens": ATTEMPT_TOKENS,
+    "rollout.max_tokens": LENGTH * (REPEATS + 1) + 2,
     "rollout.max_lag": 0,
     "algo.aggregation": "seq-mean-token-mean",
     "engine.block_size": 4,
     "engine.max_running": 256,
-    "trainer.learning_rate": 8e-4,
+    "trainer.learning_rate": 3e-4,
     "trainer.betas": [0.9, 0.95],
+}
+GRPO: dict[str, Any] = {"rollout.groups_per_step": 12}
+DEEP: dict[str, Any] = {
+    "rollout.groups_per_step": 8,
+    "pivots.branches": 8,
+    "pivots.options": {"delimiters": ["|"], "per_group": 2},
 }
 
 
-def rows(num: int, *, seed: int) -> list[dict[str, str]]:
+def rows(num: int, *, seed: int, right: float = 1.0) -> list[dict[str, str]]:
+    """Words with their answers; only a share of them ends ``right``, the others in any letters."""
     draw = random.Random(seed)
-    words = ["".join(draw.choices(LETTERS, k=LENGTH)) for _ in range(num)]
-    return [{"prompt": f"{word}>", "answer": f"{word * REPEATS}|{word[::-1]}"} for word in words]
+    made = []
+    for _ in range(num):
+        word, other = ("".join(draw.choices(LETTERS, k=LENGTH)) for _ in range(2))
+        end = word[::-1] if draw.random() < right else other
+        made.append({"prompt": f"{word}>", "answer": f"{word * REPEATS}|{end}"})
+    return made
 
 
 def exact(completions: list[str], answer: list[str]) -> list[float]:
     return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
 
-def warm_started(directory: Path, *, seed: int, steps: int = 60) -> Path:
-    """A model that knows the form of an answer and little more."""
-    vocab_size = make_char_tokenizer(directory / "random", LETTERS + ">|")
-    make_tiny_model(directory / "random", vocab_size=vocab_size, hidden_size=64, num_layers=2, context_tokens=64, seed=seed)
+def warm_started(directory: Path, *, seed: int) -> Path:
+    """A model that knows the form of an answer, and gets a few in a hundred right."""
+    new, started = directory / "new", directory / "started"
+    vocab_size = make_char_tokenizer(new, LETTERS + ">|")
+    make_tiny_model(new, vocab_size=vocab_size, hidden_size=64, num_layers=2, context_tokens=64, seed=seed)
+    examples = rows(4096 * 4, seed=seed + 1_000_000, right=RIGHT_SHARE)
     headrace.warm_start(
-        model=directory / "random", examples=rows(4096, seed=seed + 1_000_000), output=directory / "started",
-        steps=steps, learning_rate=3e-3, seed=seed,
-    )  # fmt: skip
-    return directory / "started"
+        model=new, examples=examples, output=started, steps=WARM_STEPS, learning_rate=3e-3, seed=seed
+    )
+    return started
 
 
-def train(directory: Path, model: Path, name: str, seed: int, more: dict[str, Any]) -> dict[str, Any]:
-    """The reward over the last tenth of the token budget, and what the engine says of the forks."""
-    per_step = SETTINGS["rollout.group_size"] * SETTINGS["rollout.groups_per_step"] * ATTEMPT_TOKENS
-    result = headrace.train(
-        model=model,
-        tasks=rows(4096, seed=seed),
-        reward=exact,
-        settings={
-            **SETTINGS, **more, "run.steps": TOKENS // per_step + 30, "run.seed": seed,
-            "run.dir": str(directory), "run.name": name,
-        },
-    )  # fmt: skip
-    lines = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["event"] == "step"]
-    curve = [(sum(step["tokens_by_state"].values()), step["reward"], step) for step in steps]
-    inside = [point for point in curve if point[0] <= TOKENS]
-    last = [reward for tokens, reward, _ in inside if tokens > 0.9 * TOKENS]
-    counters = inside[-1][2]["roles"][0]["counters"]
-    return {"first": inside[0][1], "last": sum(last) / max(1, len(last)), "steps": len(inside), "curve": curve, **counters}
+def train(directory: Path, model: Path, name: str, seed: int, more: dict[str, Any]) -> list[dict[str, Any]]:
+    """The step events of a run."""
+    where = {"run.seed": seed, "run.dir": str(directory), "run.name": name}
+    settings = {**SETTINGS, **more, **where}
+    result = headrace.train(model=model, tasks=rows(4096, seed=seed), reward=exact, settings=settings)
+    return [e for e in read_events(result.run_dir / "events.jsonl") if e["event"] == "step"]
+
+
+def sampled(step: dict[str, Any]) -> int:
+    """Tokens sampled until then, whatever became of them."""
+    return sum(step["tokens_by_state"].values())
+
+
+def rewards(steps: list[dict[str, Any]], budget: int) -> tuple[float, float]:
+    """Mean reward over the whole of a token budget, and over its last quarter."""
+    spent = [step for step in steps if sampled(step) <= budget]
+    late = [step["reward"] for step in spent if sampled(step) > 0.75 * budget]
+    return mean(step["reward"] for step in spent), mean(late)
+
+
+def compare(seed: int) -> tuple[float, float]:
+    """Prints one line of the table; returns the gain in both numbers."""
+    with tempfile.TemporaryDirectory() as made:
+        model = warm_started(Path(made), seed=seed)
+        plain = train(Path(made), model, "grpo", seed, GRPO)
+        deep = train(Path(made), model, "deep", seed, DEEP)
+    budget = min(sampled(plain[-1]), sampled(deep[-1]))
+    of_plain, of_deep = rewards(plain, budget), rewards(deep, budget)
+    counters = deep[-1]["roles"][0]["counters"]
+    share = counters["forked_tokens"] / (counters["forked_tokens"] + counters["prefill_tokens"])
+    print(
+        f"| {seed} | {budget:,} | {of_plain[0]:.3f} | {of_deep[0]:.3f} | {of_plain[1]:.3f} | {of_deep[1]:.3f} "
+        f"| {counters['forks']:.0f} | {counters['forked_tokens']:,.0f} | {share:.0%} |",
+        flush=True,
+    )
+    return of_deep[0] - of_plain[0], of_deep[1] - of_plain[1]
+
+
+def main(seeds: list[int]) -> None:
+    sides = "GRPO, mean | DEEP, mean | GRPO, last quarter | DEEP, last quarter"
+    print(f"| seed | tokens | {sides} | forks | prefill tokens saved | share |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    gains = [compare(seed) for seed in seeds]
+    for name, values in zip(("mean", "last quarter"), zip(*gains, strict=True), strict=True):
+        spread = f" +- {stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+        print(
+            f"DEEP-GRPO over GRPO, {name}: {mean(values):+.3f}{spread} (mean and its standard error, paired by seed)"
+        )
+
+
+if __name__ == "__main__":
+    main([int(seed) for seed in sys.argv[1:]] or [1])

@@ -71,3 +71,14 @@ def test_a_run_repeats_bit_for_bit(settings):
     assert (one.model_dir / "model.safetensors").read_bytes() == (
         two.model_dir / "model.safetensors"
     ).read_bytes()
+
+
+@pytest.mark.slow
+def test_branches_across_processes(settings):
+    """Holds, forks and releases go over the wire, and two engines share the work."""
+    more = {"run.launcher": "local", "engine.count": 2, "rollout.max_lag": 1, "run.steps": 8}
+    result, steps = train({**settings, **more})
+    assert result.num_steps == 8
+    assert sum(step.get("pivot_groups", 0) for step in steps) > 0
+    engines = [role["counters"] for role in steps[-1]["roles"] if role["role"].startswith("engine")]
+    assert sum(c["forks"] + c["forks_stale"] + c["forks_freed"] for c in engines) > 0

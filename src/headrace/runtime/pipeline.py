@@ -100,7 +100,7 @@ class Pipeline:
             release=self._runner.release,
             engines_version=lambda: self._sync.version,
             next_version=lambda: self._buffer.next_version,
-            wanted=self._more_wanted,
+            wanted=lambda: not self._stop.is_set() and self._more_wanted(),
         )
         self._report = Reporter(self.state, cluster, sink, own_status, reference=reference)
         self._landings: set[asyncio.Task[None]] = set()
