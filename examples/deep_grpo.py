@@ -1,13 +1,14 @@
 """Branching off failed attempts (DEEP-GRPO) against plain GRPO, at equal generated tokens.
 
     python examples/deep_grpo.py            # one seed
-    python examples/deep_grpo.py 1 2 3 4 5  # the table of docs/pivots.md
+    python examples/deep_grpo.py 1 2 3 4 5  # the first table of docs/pivots.md
+    python examples/deep_grpo.py 1 2 3 4 5 --right 0.4 --steps 70  # the second
 
 The task has a long easy part and a decisive step at its end: repeat a word three times, then write it backwards, and
-only an answer that is right throughout is worth anything. In half of the examples of the warm start the last word is
-any word, so the model that reinforcement begins with repeats well, reverses seldom, and fails late. GRPO writes the
-whole answer again to try the last step once more; a branch begins after the ``|`` of a failed attempt and costs only
-what comes behind it.
+only an answer that is right throughout is worth anything. In many of the examples of the warm start the last word is
+any word (``--right`` is the share of the others), so the model that reinforcement begins with repeats well, reverses
+seldom, and fails late. GRPO writes the whole answer again to try the last step once more; a branch begins after the
+``|`` of a failed attempt and costs only what comes behind it.
 
 Plain GRPO has 12 groups a step. DEEP-GRPO has 8, and spends the tokens of the others on branches. The reward is that
 of the ordinary groups alone: attempts from the prompt, by the policy of that moment. Everything runs in one process
@@ -16,8 +17,8 @@ at lag 0, so a seed gives the same numbers again.
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean, stdev
@@ -28,11 +29,9 @@ from headrace.data.char_tokenizer import make_char_tokenizer
 from headrace.models.loading import make_tiny_model
 from headrace.observe.jsonl import read_events
 
-LETTERS, LENGTH, REPEATS, STEPS = "abcdef", 4, 3, 40
-WARM_STEPS, RIGHT_SHARE = 140, 0.5
+LETTERS, LENGTH, REPEATS = "abcdef", 4, 3
 SETTINGS: dict[str, Any] = {
     "model.device": "cpu",
-    "run.steps": STEPS,
     "run.launcher": "inline",
     "run.console": "off",
     "run.checkpoint_every": 0,
@@ -68,14 +67,14 @@ def exact(completions: list[str], answer: list[str]) -> list[float]:
     return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
 
-def warm_started(directory: Path, *, seed: int) -> Path:
+def warm_started(directory: Path, *, seed: int, right: float) -> Path:
     """A model that knows the form of an answer, and gets a few in a hundred right."""
     new, started = directory / "new", directory / "started"
     vocab_size = make_char_tokenizer(new, LETTERS + ">|")
     make_tiny_model(new, vocab_size=vocab_size, hidden_size=64, num_layers=2, context_tokens=64, seed=seed)
-    examples = rows(4096 * 4, seed=seed + 1_000_000, right=RIGHT_SHARE)
+    examples = rows(4096 * 4, seed=seed + 1_000_000, right=right)
     headrace.warm_start(
-        model=new, examples=examples, output=started, steps=WARM_STEPS, learning_rate=3e-3, seed=seed
+        model=new, examples=examples, output=started, steps=140, learning_rate=3e-3, seed=seed
     )
     return started
 
@@ -100,12 +99,12 @@ def rewards(steps: list[dict[str, Any]], budget: int) -> tuple[float, float]:
     return mean(step["reward"] for step in spent), mean(late)
 
 
-def compare(seed: int) -> tuple[float, float]:
+def compare(seed: int, *, right: float, steps: int) -> tuple[float, float]:
     """Prints one line of the table; returns the gain in both numbers."""
     with tempfile.TemporaryDirectory() as made:
-        model = warm_started(Path(made), seed=seed)
-        plain = train(Path(made), model, "grpo", seed, GRPO)
-        deep = train(Path(made), model, "deep", seed, DEEP)
+        model = warm_started(Path(made), seed=seed, right=right)
+        plain = train(Path(made), model, "grpo", seed, {**GRPO, "run.steps": steps})
+        deep = train(Path(made), model, "deep", seed, {**DEEP, "run.steps": steps})
     budget = min(sampled(plain[-1]), sampled(deep[-1]))
     of_plain, of_deep = rewards(plain, budget), rewards(deep, budget)
     counters = deep[-1]["roles"][0]["counters"]
@@ -118,11 +117,16 @@ def compare(seed: int) -> tuple[float, float]:
     return of_deep[0] - of_plain[0], of_deep[1] - of_plain[1]
 
 
-def main(seeds: list[int]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("seeds", nargs="*", type=int, default=[1])
+    parser.add_argument("--right", type=float, default=0.5)
+    parser.add_argument("--steps", type=int, default=40)
+    asked = parser.parse_args()
     sides = "GRPO, mean | DEEP, mean | GRPO, last quarter | DEEP, last quarter"
     print(f"| seed | tokens | {sides} | forks | prefill tokens saved | share |")
     print("|---|---|---|---|---|---|---|---|---|")
-    gains = [compare(seed) for seed in seeds]
+    gains = [compare(seed, right=asked.right, steps=asked.steps) for seed in asked.seeds]
     for name, values in zip(("mean", "last quarter"), zip(*gains, strict=True), strict=True):
         spread = f" +- {stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
         print(
@@ -131,4 +135,4 @@ def main(seeds: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(seed) for seed in sys.argv[1:]] or [1])
+    main()
