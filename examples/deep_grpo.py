@@ -12,7 +12,8 @@ seldom, and fails late. GRPO writes the whole answer again to try the last step 
 
 Plain GRPO has 12 groups a step. DEEP-GRPO has 8, and spends the tokens of the others on branches. The reward is that
 of the ordinary groups alone: attempts from the prompt, by the policy of that moment. Everything runs in one process
-at lag 0, so a seed gives the same numbers again.
+at lag 0. A seed gives GRPO the same numbers again; those of DEEP-GRPO differ a little from run to run, because branch
+groups are numbered, and so given their noise, in the order in which groups happen to be scored.
 """
 
 from __future__ import annotations

@@ -64,15 +64,6 @@ def test_an_interrupted_run_goes_on_with_its_branch_groups(settings):
     assert sum(again.summary.tokens.values()) >= sum(first.summary.tokens.values())
 
 
-def test_a_run_repeats_bit_for_bit(settings):
-    one, _ = train({**settings, "run.name": "one"})
-    two, _ = train({**settings, "run.name": "two"})
-    assert one.rewards == two.rewards
-    assert (one.model_dir / "model.safetensors").read_bytes() == (
-        two.model_dir / "model.safetensors"
-    ).read_bytes()
-
-
 @pytest.mark.slow
 def test_branches_across_processes(settings):
     """Holds, forks and releases go over the wire, and two engines share the work."""
