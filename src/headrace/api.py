@@ -185,7 +185,7 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
         try:
             scorer = build.scorer(settings, inputs.rewards, cluster.scorers)
             pipeline = Pipeline(
-                build.plan(settings),
+                build.plan(settings, inputs.renderer),
                 cluster=cluster,
                 environment=build.environment(settings, inputs.renderer),
                 scorer=scorer,

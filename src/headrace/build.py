@@ -17,13 +17,14 @@ from typing import Any
 
 from headrace import teaching
 from headrace.algos.composition import parameter_values
+from headrace.algos.pivots import PivotRule
 from headrace.config import EngineSettings, Settings
 from headrace.config.settings import AlgoSettings
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.data.routing import RouterShape, router_shape
 from headrace.envs.single_turn import SingleTurn
-from headrace.errors import ConfigError, TaskError
+from headrace.errors import ConfigError, ModelError, TaskError
 from headrace.launch.inline import InlineCluster
 from headrace.launch.local import LocalCluster, LocalLauncher, RoleSpec
 from headrace.launch.role_methods import RoleKind
@@ -48,7 +49,8 @@ _SCORED_TOKENS = 1024
 """Tokens a reference scores in one pass, whose logits are held whole."""
 
 
-def plan(settings: Settings) -> RunPlan:
+def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
+    """``renderer`` is needed where ``pivots.options`` names delimiters."""
     run, rollout, algo = settings.run, settings.rollout, settings.algo
     return RunPlan(
         steps=run.steps,
@@ -73,6 +75,31 @@ def plan(settings: Settings) -> RunPlan:
         stall_s=run.stall_s,
         error_budget=settings.reward.error_budget,
         routers=_routers(settings),
+        pivots=pivot_rule(settings, renderer),
+    )
+
+
+def pivot_rule(settings: Settings, renderer: Renderer | None = None) -> PivotRule | None:
+    """None: failed attempts are not branched off."""
+    p = settings.pivots
+    options: dict[str, Any] = dict(p.options)
+    delimiters, num_segments = options.pop("delimiters", ()), options.pop("segments", 0)
+    if p.branches == 0:
+        return None
+    if delimiters and renderer is None:
+        raise ConfigError(
+            "pivots.options.delimiters needs the model's tokenizer, which this plan is made without"
+        )
+    try:
+        delimiter_ids = renderer.single_token_ids(delimiters) if renderer is not None else ()
+    except ModelError as e:
+        raise ConfigError(f"pivots.options.delimiters: {e}") from e
+    return PivotRule(
+        branches=p.branches,
+        segment_tokens=p.segment_tokens,
+        delimiter_ids=delimiter_ids,
+        num_segments=num_segments,
+        **options,
     )
 
 

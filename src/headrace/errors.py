@@ -4,7 +4,8 @@
     |-- ConfigError         a setting, file or combination that cannot work; exit code 2
     |-- ModelError          a model or tokenizer that cannot be loaded or would be computed wrongly
     |-- TaskError           a task source or column that is missing, empty or malformed
-    |   `-- PromptTooLongError   one task whose prompt leaves no room in the model's context
+    |   |-- PromptTooLongError   one task whose prompt leaves no room in the model's context
+    |   `-- ForkError            a branch that does not continue the request it is said to leave
     |-- RewardError         a reward function that failed more often than the error budget allows
     |-- RecordError         a recorded rollout that contradicts itself or the model; ends its group alone
     |-- TrainingError       a step that must not be applied (non-finite loss or gradient)
@@ -38,6 +39,10 @@ class TaskError(HeadraceError):
 
 
 class PromptTooLongError(TaskError):
+    pass
+
+
+class ForkError(TaskError):
     pass
 
 

@@ -42,12 +42,22 @@ class Engine(Protocol):
         self, request: Request, on_progress: Callable[[Completion], None] | None = None
     ) -> Completion:
         """The whole completion, prefix included. ``on_progress`` now and then receives everything
-        sampled so far (finish reason ``abort``), so that the caller can resume elsewhere."""
+        sampled so far (finish reason ``abort``), so that the caller can resume elsewhere.
+
+        A request with a ``fork`` takes over what the earlier one computed, if that is still held and its weights
+        are still the current ones. Otherwise its tokens are computed again under the current weights, never with a
+        mixture, and the case is counted (``forks_freed``, ``forks_stale``). Raises ForkError when the prompt is no
+        continuation of the earlier request."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; their ``generate`` returns what was sampled, finish reason ``abort``.
         Unknown ids are ignored: a request may finish while the abort travels."""
+        ...
+
+    async def release(self, request_ids: Sequence[str]) -> None:
+        """Hold the key-value blocks of these finished requests (``Request.hold_s``) no longer. Unknown ids are
+        ignored: a hold may have ended by itself."""
         ...
 
     async def score(

@@ -94,6 +94,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         keep_reference=a.reference == "trainer",
         balance_coef=a.balance_coef,
         routing=a.routing,
+        pivot_weight=settings.pivots.weight,
         learning_rate=t.learning_rate,
         betas=t.betas,
         weight_decay=t.weight_decay,

@@ -49,6 +49,10 @@ class TimeLedger:
     def current(self) -> str:
         return self._current
 
+    def now(self) -> float:
+        """On the clock that is charged."""
+        return self._clock()
+
     def switch(self, activity: str) -> None:
         """End the current activity now and begin another."""
         with self._lock:

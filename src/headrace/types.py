@@ -40,6 +40,38 @@ MAX_KEPT_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForkPoint:
+    """Where a request leaves an earlier one, to take over its keys and values."""
+
+    request_id: str
+    """The earlier request, which asked for its blocks to be held."""
+    num_tokens: int
+    """Leading tokens of the prompt that the two have in common."""
+    version: int
+    """Of the weights that wrote the earlier one's rows; -1: of more than one version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pivot:
+    """A point inside an earlier attempt at a task, from which the attempts of a branch group go on."""
+
+    prompt_ids: np.ndarray
+    """int32 [P], what the earlier attempt was shown."""
+    prefix_ids: np.ndarray
+    """int32, what it had sampled up to the pivot: shown to the branches, never trained in them."""
+    depth: float
+    """Share of its tokens that lie before the pivot, above 0 and below 1."""
+    fork: ForkPoint
+    engine: str
+    """Name of the engine that computed it."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32, everything a branch is shown."""
+        return np.concatenate([self.prompt_ids, self.prefix_ids]).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One problem to attempt, as a task source yields it."""
 
@@ -49,6 +81,8 @@ class Task:
     """Plain text, or chat messages (``role``, ``content``) for the model's chat template."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Everything else the source knows (``answer``, ...); reward functions receive it by name."""
+    pivot: Pivot | None = None
+    """Where its attempts begin; None: at the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +168,11 @@ class Request:
     policy: str = "policy"
     """Who samples: the policy whose adapter has this name, or ``base``, the model without any. An engine without
     adapters has one policy, and it is the model."""
+    hold_s: float = 0.0
+    """Seconds its key-value blocks are held for forks once it is finished, unless memory is needed or the weights
+    change; 0: they are not."""
+    fork: ForkPoint | None = None
+    """None: it is nobody's branch. Requests with one fork point start together, under one version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +280,8 @@ class Sample:
     """None: nobody is imitated here."""
     routing: Routing | None = None
     sampling_mask: SamplingMask | None = None
+    component: str = "main"
+    """The part of the loss it belongs to, which has its own denominator: ``main``, or ``pivot`` for a branch."""
 
     @property
     def num_tokens(self) -> int:

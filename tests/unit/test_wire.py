@@ -38,8 +38,13 @@ def ints(*values: int) -> np.ndarray:
 
 def examples() -> dict[str, Any]:
     """One of each carrier, every optional field given."""
+    fork = types.ForkPoint(request_id="0/1/2", num_tokens=2, version=3)
+    pivot = types.Pivot(prompt_ids=ints(9), prefix_ids=ints(8), depth=0.5, fork=fork, engine="engine-0")
     task = types.Task(
-        id="t-1", prompt=({"role": "user", "content": "2+2?"},), columns={"answer": 4, "tags": ["a"]}
+        id="t-1",
+        prompt=({"role": "user", "content": "2+2?"},),
+        columns={"answer": 4, "tags": ["a"]},
+        pivot=pivot,
     )
     sampling = types.Sampling(max_tokens=8, temperature=0.5, top_k=3, stop_ids=(1, 2))
     routing = types.Routing(
@@ -56,7 +61,13 @@ def examples() -> dict[str, Any]:
         sampling_mask=mask,
     )
     request = types.Request(
-        id="0/1/2", prompt_ids=ints(9, 8), sampling=sampling, seed=2**62, prefix=completion
+        id="0/1/2",
+        prompt_ids=ints(9, 8),
+        sampling=sampling,
+        seed=2**62,
+        prefix=completion,
+        hold_s=5.0,
+        fork=fork,
     )
     turn = types.Turn(
         prompt_ids=ints(9, 8), completion=completion, sampling=sampling, seed=3, engine="engine-0"
@@ -94,6 +105,7 @@ def examples() -> dict[str, Any]:
         teacher=teacher,
         routing=routing,
         sampling_mask=mask,
+        component="pivot",
     )
     batch = types.TrainBatch(step=3, version=2, samples=(sample, sample))
     result = types.StepResult(
@@ -122,7 +134,8 @@ def examples() -> dict[str, Any]:
         role="engine-0", version=3, progress=10, seconds={"decode": 1.5}, counters={"steps": 2.0}
     )
     made = (
-        task, sampling, routing, mask, completion, request, turn, trajectory, episode, teacher, group, sample,
+        fork, pivot, task, sampling, routing, mask, completion, request, turn, trajectory, episode, teacher, group,
+        sample,
         batch, result, blob, patch, slot, manifest, status,
     )  # fmt: skip
     return {type(value).__name__: value for value in made}

@@ -2,13 +2,15 @@
 
 In: how many loss tokens each sequence of a whole optimizer step has. Out: the weight of every token of
 each sequence. Since the weights are known before the first backward, a step may be split over any
-number of rows and the summed gradients are the same.
+number of rows and the summed gradients are the same. A loss of several components, such as ordinary attempts and
+branches, is the weighted sum of what the rule makes of each alone, with denominators of their own.
 
 Legend: S sequences of the optimizer step, T tokens of one row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -38,6 +40,25 @@ def sequence_weights(
         return np.full_like(counts_S, 1.0 / num_sequences)
     assert max_tokens is not None
     return np.full_like(counts_S, 1.0 / (num_sequences * max_tokens))
+
+
+def component_weights(
+    num_loss_tokens_S: np.ndarray,
+    components_S: np.ndarray,
+    factors: Sequence[float],
+    *,
+    aggregation: Aggregation,
+    max_tokens: int | None = None,
+) -> np.ndarray:
+    """``sequence_weights`` of each component by itself, times its factor in the loss. ``components_S`` numbers the
+    component of each sequence."""
+    weights_S = np.zeros(len(components_S))
+    for component, factor in enumerate(factors):
+        mine_S = components_S == component
+        weights_S[mine_S] = factor * sequence_weights(
+            num_loss_tokens_S[mine_S], aggregation=aggregation, max_tokens=max_tokens
+        )
+    return weights_S
 
 
 def check_aggregation(aggregation: str, *, max_tokens: int | None) -> None:

@@ -162,6 +162,36 @@ def _weigher(composition: Composition) -> str:
     return "loss = decoupled" if weight == "decoupled" else f"corrections = {weight}"
 
 
+_PIVOT_OPTIONS: dict[str, tuple[type, ...]] = {
+    "gamma": (int, float),
+    "success": (int, float),
+    "per_group": (int,),
+    "delimiters": (list,),
+    "segments": (int,),
+}
+
+
+def _pivots(s: Settings) -> Iterator[str]:
+    branches, options = s.pivots.branches, s.pivots.options
+    if branches == 1 and s.algo.advantage in _COMPARES_ATTEMPTS:
+        yield (
+            f"pivots.branches is 1, but algo.advantage = {s.algo.advantage} compares the branches of a pivot: set "
+            "pivots.branches to 2 or more, or to 0."
+        )
+    if branches == 0 and options:
+        yield "pivots.options does nothing while pivots.branches = 0: set pivots.branches to 2 or more."
+    for name, value in options.items():
+        kinds = _PIVOT_OPTIONS.get(name)
+        if kinds is None:
+            yield f"pivots.options.{name} is unknown: use {', '.join(_PIVOT_OPTIONS)}."
+        elif not isinstance(value, kinds) or isinstance(value, bool):
+            yield f"pivots.options.{name} is {value!r}: give {' or '.join(k.__name__ for k in kinds)}."
+        elif name != "success" and isinstance(value, (int, float)) and value < (name == "per_group"):
+            yield f"pivots.options.{name} is {value}: give {int(name == 'per_group')} or more."
+    if options.get("delimiters") and options.get("segments"):
+        yield "pivots.options names both delimiters and segments, which cut attempts differently: leave one out."
+
+
 def _reward(s: Settings) -> Iterator[str]:
     functions, weights = s.reward.functions, s.reward.weights
     # Functions given in Python are not listed here; whoever receives them compares the lengths.
@@ -258,5 +288,5 @@ def _lora(s: Settings) -> Iterator[str]:
 _Rule = Callable[["Settings"], Iterator[str]]
 _ALWAYS: tuple[_Rule, ...] = (_reward, _engine)
 _TRAINING: tuple[_Rule, ...] = (
-    _sampling, _groups, _batch, _ranks, _loss, _composition, _distill, _lora, _warm_start,
+    _sampling, _groups, _batch, _ranks, _loss, _composition, _distill, _pivots, _lora, _warm_start,
 )  # fmt: skip

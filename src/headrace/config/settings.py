@@ -236,6 +236,22 @@ class DistillSettings(Section):
     """Above 0, one teacher more, `snapshot`: the policy itself so many versions back."""
 
 
+class PivotSettings(Section):
+    """Branch off failed attempts from a point inside them (DEEP-GRPO), beside the ordinary groups."""
+
+    branches: int = Field(0, ge=0)
+    """Attempts that go on from one pivot and are compared with each other; 0 turns it off."""
+    weight: float = Field(1.0, ge=0)
+    """Weight of the branches' part of the loss, which has its own denominator."""
+    segment_tokens: int = Field(16, ge=1)
+    """A pivot lies after a multiple of so many tokens, unless `pivots.options` names delimiters or a number of
+    segments."""
+    options: Options = Field(default_factory=dict)
+    """`gamma` (0.1; higher prefers late pivots), `success` (1.0; return from which an attempt has succeeded),
+    `per_group` (1; failed attempts of a group that are branched off), `delimiters` (texts of one token that end a
+    segment), `segments` (a fixed number of them)."""
+
+
 class TrainerSettings(Section):
     """From a loss to new weights (AdamW)."""
 
@@ -347,6 +363,7 @@ class Settings(BaseModel):
     reward: RewardSettings = RewardSettings()
     algo: AlgoSettings = AlgoSettings()
     distill: DistillSettings = DistillSettings()
+    pivots: PivotSettings = PivotSettings()
     trainer: TrainerSettings = TrainerSettings()
     lora: LoraSettings = LoraSettings()
     engine: EngineSettings = EngineSettings()

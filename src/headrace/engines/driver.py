@@ -94,6 +94,9 @@ class EngineDriver:
         self._resolve(self._core.abort(request_ids))
         self._notice_drained()
 
+    async def release(self, request_ids: Sequence[str]) -> None:
+        self._core.release(request_ids)
+
     async def score(
         self,
         token_ids: Sequence[np.ndarray],

@@ -2,7 +2,8 @@
 
 In: requests for blocks, and digests of the tokens a block holds (chained over everything before it).
 Out: block ids. Block 0 is never given out: padding is written there. A block is in exactly one place:
-held (reference count above zero), cached (count zero, found by its digest), or free.
+in use (reference count above zero), kept (count zero, pinned by a hold), cached (count zero, found by its digest),
+or free. Pins give way when every other block is in use: ``allocate`` then has ``give_up`` take some away.
 
 A block's version is that of its oldest row. Only full blocks written wholly under the current version
 are found by digest; ``forget`` makes every block unfindable that was computed with the weights that change.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -46,6 +48,10 @@ class BlockPool:
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._pins = [0] * num_blocks
+        self._kept: set[int] = set()
+        self.give_up: Callable[[], None] = lambda: None
+        """Takes away the pins that are needed least; set by whoever pins."""
 
     @property
     def capacity(self) -> int:
@@ -54,14 +60,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that ``allocate`` can give, cached ones included."""
-        return len(self._free) + len(self._idle)
+        """Blocks that ``allocate`` can give, cached and kept ones included."""
+        return len(self._free) + len(self._idle) + len(self._kept)
 
     def version(self, block: int) -> int:
         return self._versions[block]
 
     def allocate(self, version: int, adapter: int = 0) -> int | None:
-        """A block that is about to be written under ``version`` of an adapter; None when every block is held."""
+        """A block that is about to be written under ``version`` of an adapter; None when every block is in use."""
+        while self._kept and not (self._free or self._idle):
+            self.give_up()
         if self._free:
             block = self._free.pop()
         elif self._idle:
@@ -85,6 +93,7 @@ class BlockPool:
         block = self._block_of.get(digest)
         if block is not None:
             self._idle.pop(block, None)
+            self._kept.discard(block)
             self._counts[block] += 1
         return block
 
@@ -93,12 +102,33 @@ class BlockPool:
         for block in reversed(blocks):
             self._counts[block] -= 1
             assert self._counts[block] >= 0, f"block {block} was released more often than held"
-            if self._counts[block]:
-                continue
-            if block in self._digest_of:
-                self._idle[block] = None
-            else:
-                self._free.append(block)
+            self._put_away(block)
+
+    def pin(self, digests: Sequence[bytes]) -> list[int]:
+        """Keep the blocks with these contents findable while nobody uses them; ends at the first that is not there."""
+        blocks = []
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            self._pins[block] += 1
+            if block in self._idle:
+                del self._idle[block]
+                self._kept.add(block)
+            blocks.append(block)
+        return blocks
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """Take back what ``pin`` did, the last block first."""
+        for block in reversed(blocks):
+            self._pins[block] -= 1
+            assert self._pins[block] >= 0, f"block {block} was unpinned more often than pinned"
+            if block in self._kept and not self._pins[block]:
+                self._kept.discard(block)
+                self._put_away(block)
+
+    def is_findable(self, block: int) -> bool:
+        return block in self._digest_of
 
     def forget(self, adapter: int = 0) -> None:
         """No block written so far with this adapter may be found again: its weights changed."""
@@ -107,6 +137,17 @@ class BlockPool:
             if block in self._idle:
                 del self._idle[block]
                 self._free.append(block)
+
+    def _put_away(self, block: int) -> None:
+        """Where a block goes when somebody has let go of it."""
+        if self._counts[block]:
+            return
+        if self._pins[block]:
+            self._kept.add(block)
+        elif block in self._digest_of:
+            self._idle[block] = None
+        else:
+            self._free.append(block)
 
     def _unlist(self, block: int) -> None:
         del self._block_of[self._digest_of.pop(block)]

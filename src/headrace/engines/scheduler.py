@@ -8,6 +8,9 @@ Before a chunk is computed, blocks with the same content are taken over from oth
 the same pass included: within a layer all keys and values are written before any are read. When blocks
 run out the youngest running sequence is sent back to wait and later computed again from its tokens. The
 oldest can always go on, since no sequence may outgrow the pool.
+
+Branches that leave an earlier request at one point are admitted together, when there are slots for all of them:
+their siblings are what they are compared with, so they begin under one version of the weights.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace.engines.holds import Holds
 from headrace.engines.kv_cache import BlockPool, block_digests
 from headrace.engines.sequences import Sequence, SlotTable
 
@@ -45,12 +49,21 @@ class Counters:
     cache_hit_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    forks: int = 0
+    """Branches that found what they leave still held, under the weights that wrote it."""
+    forks_stale: int = 0
+    """Branches computed from their tokens because the weights have changed since."""
+    forks_freed: int = 0
+    """Branches computed from their tokens because what they leave was no longer held."""
+    forked_tokens: int = 0
+    """Tokens that branches did not have to prefill."""
 
 
 @dataclass(slots=True)
 class Scheduler:
     pool: BlockPool
     table: SlotTable
+    holds: Holds
     prefill_tokens: int
     """Prompt tokens computed in one pass, at most."""
     counters: Counters = field(default_factory=Counters)
@@ -100,6 +113,18 @@ class Scheduler:
         self.table.lift(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
+
+    def hold(self, sequence: Sequence, version: int) -> None:
+        """Hold what a running sequence that is about to finish has computed, if ``version`` wrote all of it."""
+        if sequence.kv_version != version:
+            return
+        size, slot = self.table.block_size, sequence.slot
+        token_ids = self.table.token_ids[slot, : int(self.table.booked[slot])].copy()
+        num_rows = len(token_ids) - 1
+        # While it decoded, the last block was found only when the next one was begun.
+        self._publish(sequence, max(0, num_rows - size), num_rows, version)
+        digests = block_digests(token_ids, size, sequence.digests, sequence.adapter)[: num_rows // size]
+        self.holds.add(sequence.request, token_ids, digests, sequence.adapter)
 
     def preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to wait; it keeps its tokens and loses its keys and values."""
@@ -153,7 +178,7 @@ class Scheduler:
         if not self.waiting or not self.table.num_free:
             return False
         sequence = self.waiting[0]
-        if self.holding and not sequence.started:
+        if not sequence.started and (self.holding or not self._has_room_for_siblings(sequence)):
             return False
         needed = -(-(len(sequence.token_ids) + 1) // self.table.block_size)
         if self.running and self.pool.num_free < needed:
@@ -166,6 +191,14 @@ class Scheduler:
         self._filling.append(sequence)
         self._slots = np.append(self._slots, sequence.slot)
         return True
+
+    def _has_room_for_siblings(self, sequence: Sequence) -> bool:
+        """True when every branch that waits to leave at the same point can start now, or all slots are free."""
+        fork = sequence.request.fork
+        if fork is None:
+            return True
+        num_siblings = sum(other.request.fork == fork and not other.started for other in self.waiting)
+        return self.table.num_free >= min(num_siblings, len(self.table.length))
 
     def _match(self, sequence: Sequence, version: int) -> None:
         """Take over computed blocks; the last token is always computed, since its logits are needed."""
@@ -180,6 +213,21 @@ class Scheduler:
             at += size
             self.counters.cache_hit_tokens += size
         table.computed[slot] = at
+        if sequence.fork_unseen:
+            self._note_fork(sequence, at, version)
+
+    def _note_fork(self, sequence: Sequence, num_found: int, version: int) -> None:
+        """Count a branch once, when it starts."""
+        fork, counters = sequence.request.fork, self.counters
+        assert fork is not None
+        sequence.fork_unseen = False
+        if fork.version != version:
+            counters.forks_stale += 1
+        elif fork.request_id not in self.holds:
+            counters.forks_freed += 1
+        else:
+            counters.forks += 1
+            counters.forked_tokens += min(num_found, fork.num_tokens)
 
     def _cover(self, sequence: Sequence, num_rows: int, version: int) -> int:
         """Give the sequence blocks for its first ``num_rows`` rows; returns how many rows it can hold.

@@ -130,6 +130,9 @@ class ScriptedEngine:
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._aborted |= self._running.intersection(request_ids)
 
+    async def release(self, request_ids: Sequence[str]) -> None:
+        """Nothing is ever held: there are no keys and values."""
+
     async def score(
         self,
         token_ids: Sequence[np.ndarray],

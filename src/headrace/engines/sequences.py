@@ -48,6 +48,8 @@ class Sequence:
     """Routes of passes before it was given its slot; they are kept, whatever is computed again."""
     num_routes_told: int = 0
     """Tokens whose routes a snapshot has brought, or the request itself."""
+    fork_unseen: bool = False
+    """It is a branch, and has not started yet."""
 
     @property
     def num_prompt(self) -> int:
@@ -59,7 +61,10 @@ def new_sequence(request: Request, limit: int, adapter: int = 0) -> Sequence:
     if prefix is None:
         nothing = np.zeros(0, dtype=np.int32)
         logprobs = nothing.astype(np.float32)
-        return Sequence(request, limit, prompt_ids, logprobs, nothing, [], NO_KV, adapter=adapter)
+        is_branch = request.fork is not None
+        return Sequence(
+            request, limit, prompt_ids, logprobs, nothing, [], NO_KV, adapter=adapter, fork_unseen=is_branch
+        )
     routing, num_tokens = prefix.routing, len(prompt_ids) + prefix.num_tokens
     if routing is not None:
         routing = merge_routing([(routing, num_tokens)], num_tokens)

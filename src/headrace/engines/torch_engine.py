@@ -28,6 +28,7 @@ import numpy as np
 
 from headrace.data.routing import check_routing
 from headrace.engines.executor import Executor, Flight
+from headrace.engines.holds import Holds
 from headrace.engines.kv_cache import BlockPool
 from headrace.engines.policies import POLICY, Policies
 from headrace.engines.scheduler import Scheduler, Work
@@ -82,7 +83,8 @@ class TorchEngine:
         self._recompute_kv = recompute_kv
         self._table = executor.table
         self._pool = BlockPool(executor.num_blocks)
-        self._scheduler = Scheduler(self._pool, self._table, prefill_tokens)
+        self._holds = Holds(self._pool, ledger.now)
+        self._scheduler = Scheduler(self._pool, self._table, self._holds, prefill_tokens)
         self._live: dict[str, Sequence] = {}
         self._done: list[tuple[str, Completion]] = []
         self._in_flight: _InFlight | None = None
@@ -108,7 +110,7 @@ class TorchEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises TaskError, or RecordError where its prefix has routes of another model, and queues
-        nothing, when it can never be computed."""
+        nothing, when it can never be computed or is no branch of the request it is said to leave."""
         num_prompt = len(request.prompt_ids)
         if not 0 < num_prompt < self.limit_tokens:
             raise TaskError(
@@ -118,6 +120,7 @@ class TorchEngine:
         if request.id in self._live:
             raise TaskError(f"request id {request.id!r} is already in use; ids must differ while they live.")
         self._check_routes(request)
+        self._holds.check(request)
         limit = min(num_prompt + request.sampling.max_tokens, self.limit_tokens)
         sequence = new_sequence(request, limit, self._policies.adapter_of(request.policy))
         reason = _already_finished(sequence)
@@ -141,6 +144,10 @@ class TorchEngine:
             ended.append((request_id, resting_completion(sequence, "abort")))
         return ended
 
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Hold the blocks of these finished requests no longer; ids that are not held are ignored."""
+        self._holds.release(request_ids)
+
     def started_ids(self) -> list[str]:
         return [name for name, sequence in self._live.items() if sequence.started]
 
@@ -149,6 +156,7 @@ class TorchEngine:
         requests this finished."""
         self._ledger.switch("decode")
         done, self._done = self._done, []
+        self._holds.expire()
         work = self._scheduler.next_work(self._policies.versions)
         num_prefill = sum(chunk.stop - chunk.start for chunk in work.chunks)
         landing, self._in_flight = self._in_flight, None
@@ -247,6 +255,13 @@ class TorchEngine:
             "prefill_tokens": counters.prefill_tokens,
             "cache_hit_tokens": counters.cache_hit_tokens,
             "preemptions": counters.preemptions,
+            "forks": counters.forks,
+            "forks_stale": counters.forks_stale,
+            "forks_freed": counters.forks_freed,
+            "forked_tokens": counters.forked_tokens,
+            "holds": len(self._holds),
+            "holds_given_up": self._holds.num_given_up,
+            "holds_expired": self._holds.num_expired,
             "running": len(self._scheduler.running),
             "waiting": len(self._scheduler.waiting),
             "free_blocks": self._pool.num_free,
@@ -311,6 +326,8 @@ class TorchEngine:
             return []
         for row in np.flatnonzero(ended).tolist():
             sequence = self._scheduler.by_slot[int(slots[row])]
+            if sequence.request.hold_s > 0:
+                self._scheduler.hold(sequence, int(self._policies.versions[sequence.adapter]))
             self._scheduler.finish(sequence)
             del self._live[sequence.request.id]
             reason: FinishReason = "stop" if stopped[row] else "length"
@@ -319,6 +336,7 @@ class TorchEngine:
 
     def _renew(self, adapter: int) -> None:
         """What was computed with the adapter's old weights is found by nobody new."""
+        self._holds.forget(adapter)
         self._pool.forget(adapter)
         if self._recompute_kv:
             for sequence in reversed(self._scheduler.running[:]):

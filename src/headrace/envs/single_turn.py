@@ -1,7 +1,8 @@
 """The simplest environment: show the task, sample one completion, hand it to scoring.
 
 In: a task and a policy. Out: one trajectory of one turn. Invariant: the token ids that reach training are
-those the policy sampled; the text is decoded from them for rewards and people and goes no further.
+those the policy sampled; the text is decoded from them for rewards and people and goes no further. A branch is
+shown what an earlier attempt had sampled up to its pivot, and judged by that and its own tokens together.
 """
 
 from __future__ import annotations
@@ -27,15 +28,24 @@ class SingleTurn:
 
     async def run(self, task: Task, policy: PolicyClient) -> tuple[Trajectory, ...]:
         turn = await policy.sample(*self._question(task))
-        text = self._renderer.decode(turn.completion.token_ids)
+        answer_ids = turn.completion.token_ids
+        if task.pivot is not None:
+            answer_ids = np.concatenate([task.pivot.prefix_ids, answer_ids])
+        text = self._renderer.decode(answer_ids)
         return (Trajectory(turns=(turn,), text=text),)
 
     def _question(self, task: Task) -> tuple[np.ndarray, Sampling]:
         """Prompt and sampling settings. A group's attempts begin one after the other, so the last are kept."""
         if self._last is None or self._last[0] is not task:
-            prompt_ids = self._renderer.prompt_ids(task)
-            self._last = (task, prompt_ids, self._fitting(task, len(prompt_ids)))
+            self._last = (task, *self._shown(task))
         return self._last[1:]
+
+    def _shown(self, task: Task) -> tuple[np.ndarray, Sampling]:
+        if task.pivot is None:
+            prompt_ids = self._renderer.prompt_ids(task)
+            return prompt_ids, self._fitting(task, len(prompt_ids))
+        whole, num_prefix = self._fitting(task, len(task.pivot.prompt_ids)), len(task.pivot.prefix_ids)
+        return task.pivot.token_ids, replace(whole, max_tokens=whole.max_tokens - num_prefix)
 
     def _fitting(self, task: Task, num_prompt_tokens: int) -> Sampling:
         """The sampling settings, with ``max_tokens`` cut to what the context leaves."""

@@ -33,6 +33,7 @@ DEADLINES_S: Mapping[str, float] = MappingProxyType(
     {
         "generate": 3600.0,
         "abort": 120.0,
+        "release": 120.0,
         "score": 600.0,
         "score_top": 600.0,
         "begin_update": 3600.0,
@@ -72,6 +73,9 @@ class RemoteEngine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._call("abort", list(request_ids))
+
+    async def release(self, request_ids: Sequence[str]) -> None:
+        await self._call("release", list(request_ids))
 
     async def score(
         self,

@@ -18,6 +18,7 @@ Method = Callable[[Any, list[Any], Note | None], Awaitable[Any]]
 ENGINE: Mapping[str, Method] = {
     "generate": lambda engine, args, note: engine.generate(args[0], on_progress=note),
     "abort": lambda engine, args, note: engine.abort(args[0]),
+    "release": lambda engine, args, note: engine.release(args[0]),
     "score": lambda engine, args, note: engine.score(
         args[0], temperature=args[1], policy=args[2], **({"masks": args[3]} if len(args) > 3 else {})
     ),

@@ -8,18 +8,33 @@ import numpy as np
 
 from headrace.algos.advantages import BATCH_SCALED, BATCH_WHITENED, scale_by_returns, whiten
 from headrace.runtime.buffer import ReadyGroup
-from headrace.types import TrainBatch
+from headrace.types import Sample, TrainBatch
 
 
 def make_batch(groups: Sequence[ReadyGroup], *, step: int, version: int, advantage: str) -> TrainBatch:
     """Ordered by (group, attempt), whatever order the groups arrived in."""
     ordered = sorted(groups, key=lambda group: group.group)
-    samples = tuple(sample for group in ordered for sample in group.samples)
+    samples = [
+        sample
+        # Branches are compared with each other alone, here as in their groups.
+        for kind in (False, True)
+        for sample in _finished([group for group in ordered if group.is_branch == kind], advantage)
+    ]
+    return TrainBatch(
+        step=step, version=version, samples=tuple(sorted(samples, key=lambda s: (s.group, s.attempt)))
+    )
+
+
+def _finished(groups: Sequence[ReadyGroup], advantage: str) -> Sequence[Sample]:
+    """The samples of these groups, with what an advantage takes from the whole batch."""
+    samples = tuple(sample for group in groups for sample in group.samples)
+    if not samples:
+        return ()
     if advantage in BATCH_WHITENED:
         samples = whiten(samples)
     if advantage in BATCH_SCALED:
-        samples = scale_by_returns(samples, [value for group in ordered for value in group.returns])
-    return TrainBatch(step=step, version=version, samples=samples)
+        samples = scale_by_returns(samples, [value for group in groups for value in group.returns])
+    return samples
 
 
 def describe(groups: Sequence[ReadyGroup], version: int) -> dict[str, float]:
@@ -27,10 +42,15 @@ def describe(groups: Sequence[ReadyGroup], version: int) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     sampled = np.concatenate([sample.loss_mask for sample in samples])
     lags = version - np.concatenate([sample.versions for sample in samples])[sampled]
+    branches = [group.mean_return for group in groups if group.is_branch]
+    of_branches = (
+        {"pivot_groups": len(branches), "pivot_reward": float(np.mean(branches))} if branches else {}
+    )
     return {
-        "reward": float(np.mean([group.mean_return for group in groups])),
+        "reward": float(np.mean([group.mean_return for group in groups if not group.is_branch])),
         "lag_mean": float(lags.mean()) if lags.size else 0.0,
         "lag_max": int(lags.max()) if lags.size else 0,
         "tokens": int(lags.size),
         "samples": len(samples),
+        **of_branches,
     }

@@ -1,9 +1,9 @@
 """The bounded rollout buffer: scored groups wait here until a step may train them.
 
 In: groups that were scored, built into samples once. Out: one batch of exactly ``groups_per_step``
-groups, ordered by (group, attempt), never by arrival, so that equal inputs give equal batches. What
-may be taken is decided by ``staleness.decide``; the buffer only waits for the decision. Its size is
-bounded by the slots of admission, not here.
+groups and the branch groups that are ready, ordered by (group, attempt), never by arrival, so that equal
+inputs give equal batches. What may be taken is decided by ``staleness.decide``; the buffer only waits for the
+decision. Its size is bounded by the slots of admission, not here.
 """
 
 from __future__ import annotations
@@ -27,12 +27,22 @@ class ReadyGroup:
     mean_return: float
     returns: tuple[float, ...] = ()
     """Of each attempt."""
+    is_branch: bool = False
+    """It rides along with a step, beyond its ``groups_per_step`` groups."""
 
 
 class RolloutBuffer:
-    def __init__(self, plan: RunPlan, unfinished: Callable[[], Mapping[int, int]]) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        unfinished: Callable[[], Mapping[int, int]],
+        is_branch: Callable[[int], bool] = lambda group: False,
+    ) -> None:
         """``unfinished`` maps each admitted group that is not here yet to its oldest possible version."""
         self._plan = plan
+        self._is_branch = is_branch
+        self.next_version = 0
+        """What the step starts from whose batch is not decided yet."""
         self._unfinished = unfinished
         self._ready: dict[int, ReadyGroup] = {}
         self._changed = asyncio.Event()
@@ -55,9 +65,11 @@ class RolloutBuffer:
         self._changed.set()
 
     def decide(self, version: int) -> Decision:
+        unfinished = self._unfinished()
         return decide(
             {g: ready.oldest_version for g, ready in self._ready.items()},
-            self._unfinished(),
+            unfinished,
+            branches={g for g in (*self._ready, *unfinished) if self._is_branch(g)},
             version=version,
             groups_per_step=self._plan.groups_per_step,
             max_lag=self._plan.max_lag,
@@ -69,12 +81,13 @@ class RolloutBuffer:
     ) -> tuple[ReadyGroup, ...]:
         """The groups of the step that starts from ``version``. ``on_stale`` ends groups that no step can
         train any more. Waits as long as ``progress`` moves within the plan's ``stall_s``."""
-        seen = -1
+        seen, self.next_version = -1, version
         while True:
             decision = self.decide(version)
             for group in decision.drop:
                 on_stale(group)
             if decision.take is not None:
+                self.next_version = version + 1
                 return tuple(self._ready.pop(group) for group in decision.take)
             self._changed.clear()
             try:

@@ -3,13 +3,16 @@ with a named reason.
 
 In: admitted groups. Out: ``ReadyGroup`` for the buffer through ``on_ready``, or a ``drop`` record and
 ``on_dropped``. A group that is told to end (too old, run over, a sibling failed) first gets back
-from the engines what it had sampled, so that no token goes uncounted.
+from the engines what it had sampled, so that no token goes uncounted. The attempts of a branch group must have begun
+under one version, since they are compared with each other alone; where an update came between, the group is stale.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +24,7 @@ from headrace.errors import CheckpointError, InvariantError, PromptTooLongError,
 from headrace.protocols import Environment, Scorer
 from headrace.runtime.buffer import ReadyGroup
 from headrace.runtime.journal import Record
+from headrace.runtime.pivots import start_versions
 from headrace.runtime.plan import RunPlan
 from headrace.runtime.reference import ReferencePolicy
 from headrace.runtime.rollout import Interrupted, RolloutClient, run_attempt
@@ -44,12 +48,13 @@ class GroupRunner:
         reference: ReferencePolicy | None = None,
         teachers: Teachers | None = None,
         record: Callable[[Record], None],
+        on_returns: Callable[[LiveGroup, Sequence[Episode], Sequence[float]], None] = lambda *_: None,
         on_ready: Callable[[ReadyGroup], None],
         on_dropped: Callable[[int, DropReason, str], None],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
         """``reference`` None: samples carry no log-probabilities of the starting policy; ``teachers`` None: nor any
-        of a teacher."""
+        of a teacher. ``on_returns`` hears what a group's attempts are worth just before its fate is recorded."""
         self._plan = plan
         self._router = router
         self._environment = environment
@@ -57,15 +62,19 @@ class GroupRunner:
         self._reference = reference
         self._teachers = teachers
         self._record = record
+        self._on_returns = on_returns
         self._on_ready = on_ready
         self._on_dropped = on_dropped
         self._on_fatal = on_fatal
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._notices: set[asyncio.Task[None]] = set()
+        """To engines; nobody waits for an answer."""
         self._ending: dict[int, DropReason] = {}
         self._paused = False
 
     def start(self, live: LiveGroup) -> None:
+        if live.task.pivot is not None:
+            self._router.bind(live.group, live.task.pivot.engine)
         task = asyncio.create_task(self._run(live), name=f"group {live.group}")
         self._tasks[live.group] = task
         task.add_done_callback(lambda t: self._finished(live.group, t))
@@ -96,15 +105,22 @@ class GroupRunner:
 
     async def cancel(self) -> None:
         """Leave nothing running in this process."""
-        tasks = [*self._tasks.values(), *self._aborts]
+        tasks = [*self._tasks.values(), *self._notices]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def release(self, engine: str, request_ids: Sequence[str]) -> None:
+        """Tell an engine that nobody will branch off these requests."""
+        self._notify(self._router.release_holds(engine, request_ids))
+
     def _abort(self, group: int) -> None:
-        task = asyncio.create_task(self._router.abort(group))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        self._notify(self._router.abort(group))
+
+    def _notify(self, notice: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(notice)
+        self._notices.add(task)
+        task.add_done_callback(self._notices.discard)
 
     def _finished(self, group: int, task: asyncio.Task[None]) -> None:
         del self._tasks[group]
@@ -173,10 +189,14 @@ class GroupRunner:
             seed=self._plan.seed,
             routers=self._plan.routers,
             stopping=lambda: self._paused or live.group in self._ending,
+            hold_s=self._plan.attempt_s if self._plan.pivots is not None and not live.is_branch else 0.0,
         )
         self._record(await run_attempt(self._environment, live, attempt, client))
 
     async def _score(self, live: LiveGroup, episodes: tuple[Episode, ...]) -> None:
+        if live.is_branch and len(versions := start_versions(episodes)) > 1:
+            self._drop(live.group, "stale", f"its branches began under versions {versions}")
+            return
         rewards = await self._scorer.score(live.task, episodes)
         returns = [
             weighted_return(r, self._plan.reward_weights) + self._overlong(e) - self._truncated(e)
@@ -185,6 +205,7 @@ class GroupRunner:
         if live.group in self._ending or self._paused:
             raise Interrupted
         if self._plan.drop_zero_variance and is_zero_variance(np.array(returns)):
+            self._on_returns(live, episodes, returns)
             self._drop(live.group, "zero-variance", "")
             return
         record = {
@@ -199,6 +220,7 @@ class GroupRunner:
             record["teacher"] = await self._teachers.scores(live.group, episodes)
             if live.group in self._ending or self._paused:
                 raise Interrupted
+        self._on_returns(live, episodes, returns)
         self._record(record)
         assert live.scored is not None
         self._on_ready(ready_group(self._plan, live.scored))
@@ -206,8 +228,9 @@ class GroupRunner:
     def _overlong(self, episode: Episode) -> float:
         if self._plan.overlong_buffer_tokens == 0:
             return 0.0
+        pivot = episode.task.pivot
         return overlong_penalty(
-            episode.num_tokens,
+            episode.num_tokens + (0 if pivot is None else len(pivot.prefix_ids)),
             max_tokens=self._plan.max_tokens,
             buffer_tokens=self._plan.overlong_buffer_tokens,
             factor=self._plan.overlong_factor,
@@ -228,9 +251,11 @@ class GroupRunner:
 def ready_group(plan: RunPlan, scored: EpisodeGroup) -> ReadyGroup:
     """Advantages and samples of a scored group; pure, so recovery builds the same ones again."""
     advantages = ADVANTAGES[plan.advantage](np.array(scored.returns, dtype=np.float64))
+    samples, is_branch = build_samples(scored, advantages), scored.task.pivot is not None
     return ReadyGroup(
         group=scored.group,
-        samples=build_samples(scored, advantages),
+        samples=tuple([replace(s, component="pivot") for s in samples]) if is_branch else samples,
+        is_branch=is_branch,
         oldest_version=scored.oldest_version,
         mean_return=sum(scored.returns) / len(scored.returns),
         returns=scored.returns,

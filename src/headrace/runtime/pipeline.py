@@ -6,6 +6,8 @@
     training        a batch the staleness policy allows       a scored group; a straggler that ended
     landing         every engine to apply the new weights     the engines, between two forward passes
 
+Branch groups (``branching``) begin as soon as pivots are found and there is room; they ride along with a step.
+
 Everything that happens is a journal record first (``_record``), so a run killed at any moment is resumed
 by ``checkpoint.recover``. ``max_lag = 0`` is synchronous training through exactly this code.
 """
@@ -21,6 +23,7 @@ from typing import Any, TypeVar
 from headrace.errors import CheckpointError, DeadlineError
 from headrace.protocols import Cluster, Engine, Environment, Scorer, Sink, TaskSource
 from headrace.runtime.batches import describe, make_batch
+from headrace.runtime.branching import Branching
 from headrace.runtime.buffer import ReadyGroup, RolloutBuffer
 from headrace.runtime.checkpoint import CheckpointStore, recover
 from headrace.runtime.drops import DropWatch
@@ -78,7 +81,7 @@ class Pipeline:
             warn=lambda text: sink.emit("warning", {"text": text}),
         )
         self._slots = Slots(plan.capacity)
-        self._buffer = RolloutBuffer(plan, self._unfinished)
+        self._buffer = RolloutBuffer(plan, self._unfinished, lambda group: self.state.live(group).is_branch)
         self._runner = GroupRunner(
             plan,
             router=Router(cluster.engines),
@@ -87,9 +90,20 @@ class Pipeline:
             reference=None if reference is None else ReferencePolicy(reference, deadline_s=plan.stall_s),
             teachers=teachers,
             record=self._record,
+            on_returns=lambda *scored: self._branching.scored(*scored),
             on_ready=self._ready,
             on_dropped=self._dropped,
             on_fatal=self._supervisor.fail,
+        )
+        self._branching = Branching(
+            plan,
+            self.state,
+            record=self._record,
+            start=self._runner.start,
+            release=self._runner.release,
+            engines_version=lambda: self._sync.version,
+            next_version=lambda: self._buffer.next_version,
+            wanted=lambda: not self._stop.is_set() and self._more_wanted(),
         )
         self._teachers = teachers
         scoring = (() if reference is None else (reference,)) + (() if teachers is None else teachers.engines)
@@ -150,7 +164,7 @@ class Pipeline:
     def _adopt(self) -> None:
         """Take up the groups the journal holds: finished ones are not generated again."""
         for group, live in self.state.groups.items():
-            self._slots.charge(group)
+            (self._branching.slots if live.is_branch else self._slots).charge(group)
             if live.scored is not None:
                 self._buffer.put(self._rebuild(group))
             else:
@@ -164,7 +178,7 @@ class Pipeline:
                 {
                     "kind": "admit",
                     "group": group,
-                    "task": self._tasks.task(group),
+                    "task": self._tasks.task(self.state.next_task),
                     "attempts": self._plan.group_size,
                     "version": self._sync.version,
                 }
@@ -174,7 +188,8 @@ class Pipeline:
 
     def _more_wanted(self) -> bool:
         """No more groups than the remaining steps will train."""
-        return self.state.num_trained_groups + len(self.state.groups) < self._plan.total_groups
+        num_live = sum(not live.is_branch for live in self.state.groups.values())
+        return self.state.num_trained_groups + num_live < self._plan.total_groups
 
     async def _next_groups(self) -> tuple[ReadyGroup, ...] | None:
         """The next batch's groups, or None when asked to stop."""
@@ -231,7 +246,9 @@ class Pipeline:
     ) -> None:
         """Every engine gets the weights; only then are the slots of the step free again."""
         await self._sync.land(manifest)
-        self._slots.release(group.group for group in groups)
+        for group in groups:
+            self._release(group.group)
+        self._branching.begin()
         if result is not None:
             await self._report.step(result, summary or {})
         unneeded = [manifest.version] if self._teachers is None else await self._teachers.landed(manifest)
@@ -273,12 +290,22 @@ class Pipeline:
 
     def _dropped(self, group: int, reason: DropReason, detail: str) -> None:
         self._sink.emit("drop", {"group": group, "reason": reason, "detail": detail})
-        self._slots.release((group,))
+        is_branch = self._release(group)
         self._buffer.notify()
+        self._branching.begin()
+        if is_branch and reason != "failed":
+            return
         num_groups = self.state.next_group - self._num_groups_before
         error = self._drops.dropped(reason, detail, num_groups=num_groups)
         if error is not None:
             self._supervisor.fail(error)
+
+    def _release(self, group: int) -> bool:
+        """Give back a group's slot; returns whether it was a branch group's."""
+        is_branch = group in self._branching.slots
+        (self._branching.slots if is_branch else self._slots).release((group,))
+        self._branching.ended(group)
+        return is_branch
 
     def _unfinished(self) -> dict[int, int]:
         return {g: live.version for g, live in self.state.groups.items() if live.scored is None}

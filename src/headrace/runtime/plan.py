@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.algos.pivots import PivotRule
 from headrace.data.routing import RouterShape
 from headrace.runtime.staleness import StalenessPolicy
 from headrace.types import InterruptMode
@@ -44,10 +45,18 @@ class RunPlan:
     """Share of admitted groups that may fail before the run stops."""
     routers: RouterShape | None = None
     """What recorded routes must fit; None: not known here, and only what a record says of itself is checked."""
+    pivots: PivotRule | None = None
+    """None: failed attempts are not branched off."""
 
     @property
     def capacity(self) -> int:
         return (self.max_lag + 1) * self.groups_per_step
+
+    @property
+    def branch_capacity(self) -> int:
+        """Branch groups under way, at most: all that the other groups under way can give rise to. With fewer, pivots
+        would wait for the slots of the last step's, and find their keys and values gone."""
+        return self.capacity * self.pivots.per_group if self.pivots is not None else 0
 
     @property
     def total_groups(self) -> int:

@@ -18,12 +18,13 @@ import numpy as np
 
 from headrace.data import completions
 from headrace.data.routing import RouterShape, check_routing
-from headrace.errors import RecordError
+from headrace.errors import RecordError, TaskError
 from headrace.protocols import Engine, Environment
 from headrace.runtime.journal import Record
+from headrace.runtime.pivots import request_id
 from headrace.runtime.router import Router
 from headrace.runtime.state import LiveGroup
-from headrace.types import Completion, Request, Sampling, Trajectory, Turn
+from headrace.types import Completion, ForkPoint, Request, Sampling, Trajectory, Turn
 
 
 class Interrupted(Exception):
@@ -43,9 +44,10 @@ class RolloutClient:
         seed: int,
         stopping: Callable[[], bool],
         routers: RouterShape | None = None,
+        hold_s: float = 0.0,
     ) -> None:
         """``stopping`` turns true when the group is to end without finishing. ``routers``: of the model that
-        samples; None: not known."""
+        samples; None: not known. What it computes is held for ``hold_s`` afterwards, for others to branch off."""
         self._live = live
         self._attempt = attempt
         self._router = router
@@ -53,6 +55,7 @@ class RolloutClient:
         self._seed = seed
         self._stopping = stopping
         self._routers = routers
+        self._hold_s = hold_s
         self._next_turn = 0
 
     @cached_property
@@ -64,11 +67,13 @@ class RolloutClient:
         if number < len(self._finished):
             return self._finished[number]
         request = Request(
-            id=f"{self._live.group}/{self._attempt}/{number}",
+            id=request_id(self._live.group, self._attempt, number),
             prompt_ids=prompt_ids,
             sampling=sampling,
             seed=turn_seed(self._seed, self._live.group, self._attempt, number),
             prefix=self._unfinished,
+            hold_s=self._hold_s,
+            fork=self._fork(number, prompt_ids),
         )
         completion, engine = await self._generate(request, number)
         fault = self._routing_fault(completion, len(prompt_ids) + completion.num_tokens)
@@ -97,6 +102,18 @@ class RolloutClient:
         except RecordError as error:
             return str(error)
         return ""
+
+    def _fork(self, number: int, prompt_ids: np.ndarray) -> ForkPoint | None:
+        """Where a branch leaves the earlier attempt; its later turns leave nothing."""
+        pivot = self._live.task.pivot
+        if pivot is None or number > 0:
+            return None
+        if not np.array_equal(prompt_ids, pivot.token_ids):
+            raise TaskError(
+                f"task {self._live.task.id} begins at a pivot, but the environment showed the policy something else: "
+                "let it sample from the pivot's tokens, or set pivots.branches = 0"
+            )
+        return pivot.fork
 
     async def _generate(self, request: Request, number: int) -> tuple[Completion, Engine]:
         """Until the completion is finished, whatever interrupts it."""

@@ -4,6 +4,7 @@ Capacity is ``(max_lag + 1) * groups_per_step``. A slot is charged when a group 
 released when every live engine has the weights of the step that trained the group, or at once when
 the group is dropped (its replacement then takes the slot). ``max_lag = 0`` leaves one batch of slots:
 the next batch starts only after the weights of the last have arrived, which is synchronous training.
+Branch groups have slots of their own, since they ride along with whatever step comes next.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ class Slots:
     @property
     def num_free(self) -> int:
         return self.capacity - len(self._held)
+
+    def __contains__(self, group: int) -> bool:
+        return group in self._held
 
     def charge(self, group: int) -> None:
         if self.num_free <= 0 or group in self._held:

@@ -10,14 +10,18 @@ version ``s`` if ``s - oldest <= max_lag``. Two policies keep that bound:
 - ``drop``: the step is taken as soon as ``B`` fresh groups are ready; groups that can then no longer
   be trained, finished or not, are dropped at once.
 
+Branch groups ride along: a step takes every one that is ready, beyond its ``B`` groups, so they compete with nobody
+for a place. Under ``pace`` a step is only not taken while a branch group is unfinished that it would make too old.
+
 Why ``pace`` never waits for ever: capacity is ``(max_lag + 1) * B`` slots and a slot is released only
 when the engines have the weights of the step that used it, so the condition holds for whatever
-is admitted; taking the ``B`` oldest keeps it. ``tests/unit/runtime/test_staleness.py`` checks this.
+is admitted; taking the ``B`` oldest keeps it. A branch group is begun only if the next step could train what it
+samples, and ends by itself. ``tests/unit/runtime/test_staleness.py`` checks this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,20 +46,26 @@ def decide(
     groups_per_step: int,
     max_lag: int,
     policy: StalenessPolicy,
+    branches: Collection[int] = (),
 ) -> Decision:
     """``buffered`` and ``unfinished`` map a group to the version of its oldest token (a lower bound
-    while it is unfinished); ``version`` is that of the weights the next step starts from."""
+    while it is unfinished); ``version`` is that of the weights the next step starts from; ``branches`` are those
+    of the groups that ride along."""
     late = tuple(sorted(g for g, old in (*buffered.items(), *unfinished.items()) if version - old > max_lag))
     if late:
         return Decision(take=None, drop=late, waits_for="replacements of groups that grew too old")
-    if len(buffered) < groups_per_step:
-        return Decision(take=None, waits_for=f"{groups_per_step - len(buffered)} more finished groups")
-    oldest_first = sorted(buffered, key=lambda g: (buffered[g], g))
-    take = tuple(sorted(oldest_first[:groups_per_step]))
+    riding = [g for g in buffered if g in branches]
+    oldest_first = sorted(buffered.keys() - riding, key=lambda g: (buffered[g], g))
+    if len(oldest_first) < groups_per_step:
+        return Decision(take=None, waits_for=f"{groups_per_step - len(oldest_first)} more finished groups")
+    take = tuple(sorted(oldest_first[:groups_per_step] + riding))
     if policy == "pace":
-        left = [old for g, old in buffered.items() if g not in take] + list(unfinished.values())
-        if not feasible(left, version=version + 1, groups_per_step=groups_per_step, max_lag=max_lag):
-            straggler = min(unfinished, key=lambda g: (unfinished[g], g))
+        waiting = {g: old for g, old in unfinished.items() if g not in branches}
+        left = [old for g, old in buffered.items() if g not in take] + list(waiting.values())
+        fits = feasible(left, version=version + 1, groups_per_step=groups_per_step, max_lag=max_lag)
+        late_branches = [g for g in unfinished if g in branches and version + 1 - unfinished[g] > max_lag]
+        if late_branches or not fits:
+            straggler = min(late_branches or waiting, key=lambda g: (unfinished[g], g))
             text = f"group {straggler}, begun at version {unfinished[straggler]}, which would grow too old"
             return Decision(take=None, waits_for=text)
     return Decision(take=take)

@@ -12,6 +12,8 @@ killed controller knew is what its successor reads back. The record kinds:
     scored   {group, rewards, returns}             the group waits for its batch; ``ref_logprobs`` of its samples
                                                    are with it where an engine computes them, and so is what a
                                                    ``teacher`` says of them
+    pivots   {tasks, room}                         points inside failed attempts of a group, for branch groups
+    explored {depth, success}                      how a branch group that began at this depth ended
     drop     {group, reason, detail}               a group ends untrained
     take     {step, groups}                        a step begins to train these groups
     trained  {step, version, groups}               ... and has; its slots are held until the weights arrive
@@ -25,6 +27,7 @@ from typing import Any
 from headrace.data import completions
 from headrace.errors import InvariantError
 from headrace.runtime.ledger import AttemptLedger
+from headrace.runtime.pivots import PivotMemory
 from headrace.types import Completion, Episode, EpisodeGroup, Task, Trajectory, Turn
 
 
@@ -44,6 +47,11 @@ class LiveGroup:
     episodes: dict[int, Episode] = field(default_factory=dict)
     scored: EpisodeGroup | None = None
 
+    @property
+    def is_branch(self) -> bool:
+        """Its attempts go on from a pivot inside an earlier one."""
+        return self.task.pivot is not None
+
 
 @dataclass(slots=True)
 class RunState:
@@ -51,12 +59,18 @@ class RunState:
     """Last step trained."""
     version: int = 0
     next_group: int = 0
-    """Group ``n`` attempts task ``n`` of the source, so this is the task cursor too."""
     num_trained_groups: int = 0
+    """Branch groups not counted."""
+    pivots: PivotMemory = field(default_factory=PivotMemory)
     ledger: AttemptLedger = field(default_factory=AttemptLedger)
     groups: dict[int, LiveGroup] = field(default_factory=dict)
     progress: int = 0
     """Records applied; a run that is alive moves it."""
+
+    @property
+    def next_task(self) -> int:
+        """The task cursor: every group takes the next task of the source, but branch groups take none."""
+        return self.next_group - self.pivots.num_groups
 
     def apply(self, record: dict[str, Any]) -> None:
         handler = _HANDLERS[record["kind"]]
@@ -70,6 +84,7 @@ class RunState:
             "version": self.version,
             "next_group": self.next_group,
             "num_trained_groups": self.num_trained_groups,
+            "pivots": self.pivots.snapshot(),
             "ledger": self.ledger.snapshot(),
             "groups": [
                 {name: getattr(group, name) for name in LiveGroup.__dataclass_fields__}
@@ -80,9 +95,10 @@ class RunState:
     @classmethod
     def restore(cls, snapshot: dict[str, Any]) -> RunState:
         groups = [LiveGroup(**fields) for fields in snapshot["groups"]]
-        plain = {k: v for k, v in snapshot.items() if k not in ("ledger", "groups")}
+        plain = {k: v for k, v in snapshot.items() if k not in ("pivots", "ledger", "groups")}
         return cls(
             **plain,
+            pivots=PivotMemory.restore(snapshot["pivots"]),
             ledger=AttemptLedger.restore(snapshot["ledger"]),
             groups={group.group: group for group in groups},
         )
@@ -104,6 +120,8 @@ def _admit(state: RunState, r: dict[str, Any]) -> None:
     state.ledger.admit(group, r["attempts"])
     state.groups[group] = LiveGroup(group, r["task"], r["attempts"], r["version"])
     state.next_group += 1
+    if state.groups[group].is_branch:
+        state.pivots.begun(r["task"])
 
 
 def _tokens(state: RunState, r: dict[str, Any]) -> None:
@@ -171,6 +189,14 @@ def _with_rewards(episode: Episode, rewards: dict[str, float | None]) -> Episode
     )
 
 
+def _pivots(state: RunState, r: dict[str, Any]) -> None:
+    state.pivots.found(r["tasks"], r["room"])
+
+
+def _explored(state: RunState, r: dict[str, Any]) -> None:
+    state.pivots.explored(r["depth"], r["success"])
+
+
 def _drop(state: RunState, r: dict[str, Any]) -> None:
     live = state.live(r["group"])
     state.ledger.drop(live.group, range(live.num_attempts), r["reason"])
@@ -186,8 +212,7 @@ def _trained(state: RunState, r: dict[str, Any]) -> None:
     state.step, state.version = r["step"], r["version"]
     for group in r["groups"]:
         state.ledger.move(group, state.attempts(group), "training", "trained")
-        del state.groups[group]
-    state.num_trained_groups += len(r["groups"])
+        state.num_trained_groups += not state.groups.pop(group).is_branch
 
 
 _HANDLERS = {
@@ -196,6 +221,8 @@ _HANDLERS = {
     "turn": _turn,
     "episode": _episode,
     "scored": _scored,
+    "pivots": _pivots,
+    "explored": _explored,
     "drop": _drop,
     "take": _take,
     "trained": _trained,

@@ -47,6 +47,8 @@ class TrainOptions:
     keep_reference: bool = True
     """False: the reference of a KL term is not kept here, samples bring its log-probabilities."""
     balance_coef: float = 0.0
+    pivot_weight: float = 1.0
+    """Of the branches' part of the loss, which has its own denominator."""
     routing: RoutingName = "keep"
     """``keep`` routes tokens as the engine recorded it, ``live`` only compares."""
     learning_rate: float = 1e-6

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from headrace.algos.aggregation import Aggregation, sequence_weights
+from headrace.algos.aggregation import Aggregation, component_weights, sequence_weights
 from headrace.algos.corrections import m2po_cutoff
 from headrace.data.packing import PackedRow, pack
 from headrace.trainers.logprobs import RowTensors, row_tensors
@@ -37,6 +37,10 @@ class TeacherInputs:
     """float32, each token's share in the step's distillation; 0 where there is no teacher."""
     mean_gap: float
     """Mean of log mu - log teacher over the whole step."""
+
+
+COMPONENTS = ("main", "pivot")
+"""What ``Sample.component`` may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +79,17 @@ def train_rows(
     ranks: Ranks = ALONE,
     parts: Sequence[Part] = (),
     with_teachers: bool = False,
+    pivot_weight: float = 1.0,
 ) -> list[TrainRow]:
     """Rows of at most ``row_tokens`` tokens; one without loss tokens is left out. Each of ``parts``, the loss's
     further components, has a normaliser over the tokens it covers. Teachers' scores are brought along where they
-    are asked for, their normaliser being that of the samples that have one."""
+    are asked for, their normaliser being that of the samples that have one. ``pivot_weight``: of the branches' part
+    of the loss, whose normaliser is its own too."""
     packed = pack(samples, row_tokens=row_tokens, share_prefixes=share_prefixes)
     first = sum(ranks.counts(len(samples))[: ranks.rank])
+    kinds = ranks.join(
+        torch.tensor([COMPONENTS.index(s.component) for s in samples], dtype=torch.int64)
+    ).numpy()
 
     def token_weights(covered: Sequence[np.ndarray]) -> list[np.ndarray]:
         """For each row the weights of its loss tokens, 0 where they are not covered."""
@@ -88,7 +97,9 @@ def train_rows(
         for row, is_covered in zip(packed, covered, strict=True):
             counts[row.sample_index] = np.bincount(row.sequence[is_covered], minlength=row.num_sequences)
         everyones = ranks.join(torch.from_numpy(counts)).numpy()
-        weights = sequence_weights(everyones, aggregation=aggregation, max_tokens=max_tokens)[first:]
+        weights = component_weights(
+            everyones, kinds, (1.0, pivot_weight), aggregation=aggregation, max_tokens=max_tokens
+        )[first:]
         return [
             (weights[row.sample_index][row.sequence] * is_covered)[row.loss_mask].astype(np.float32)
             for row, is_covered in zip(packed, covered, strict=True)

@@ -277,6 +277,7 @@ class TorchTrainer:
                 ranks=self._ranks,
                 parts=self.objective.parts,
                 with_teachers=self._options.distillation is not None,
+                pivot_weight=self._options.pivot_weight,
             )
             for part in parts
         ]

@@ -9,7 +9,7 @@ import pytest
 from headrace.data.rendering import Renderer, make_char_tokenizer
 from headrace.envs.single_turn import SingleTurn
 from headrace.errors import TaskError
-from headrace.types import NO_KV, Completion, Sampling, Task, Turn
+from headrace.types import NO_KV, Completion, ForkPoint, Pivot, Sampling, Task, Turn
 
 
 class Parrot:
@@ -79,3 +79,20 @@ def test_prompt_that_fills_the_context_is_refused(renderer: Renderer) -> None:
     with pytest.raises(TaskError, match=r"task t/7 has a prompt of 4 tokens.*context of 4: shorten"):
         asyncio.run(environment.run(Task(id="t/7", prompt="abca"), policy))
     assert policy.asked == []
+
+
+def test_a_branch_goes_on_from_its_pivot_and_is_judged_as_a_whole(renderer: Renderer) -> None:
+    pivot = Pivot(
+        prompt_ids=np.array([4, 5], dtype=np.int32),
+        prefix_ids=np.array([6, 4, 4], dtype=np.int32),
+        depth=0.5,
+        fork=ForkPoint(request_id="0/0/0", num_tokens=5, version=0),
+        engine="parrot",
+    )
+    policy = Parrot([6, 2])
+    env = SingleTurn(renderer, Sampling(max_tokens=8, stop_ids=renderer.stop_ids))
+    (trajectory,) = asyncio.run(env.run(Task(id="t/0@0/0:3", prompt="ab", pivot=pivot), policy))
+    (asked, sampling) = policy.asked[0]
+    assert asked == [4, 5, 6, 4, 4] and sampling.max_tokens == 5
+    assert trajectory.text == "caac"
+    assert trajectory.turns[0].completion.token_ids.tolist() == [6, 2]
