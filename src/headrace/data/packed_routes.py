@@ -50,5 +50,5 @@ def equally_routed(a: Sample, b: Sample, num_tokens: int) -> int:
 
 def _num_equal(a: np.ndarray, b: np.ndarray) -> int:
     """Leading entries in which both agree."""
-    differs = (a != b).reshape(len(a), -1).any(axis=1)
+    differs = (a != b).any(axis=tuple(range(1, a.ndim)))
     return int(differs.argmax()) if differs.any() else len(a)
