@@ -65,12 +65,22 @@ def examples() -> dict[str, Any]:
         turns=(turn, turn), text="four \u2713", rewards={"exact": 1.0, "style": None}
     )
     episode = types.Episode(group=7, attempt=1, task=task, trajectories=(trajectory,))
+    column = types.ScoreColumn(
+        source="process",
+        group=7,
+        attempt=1,
+        rewards={"exact": 1.0, "style": None},
+        step_ends=ints(2, 5),
+        step_scores=np.array([0.5, -1], dtype=np.float32),
+        logprobs=(np.zeros(3, dtype=np.float32),),
+    )
     group = types.EpisodeGroup(
         group=7,
         task=task,
         episodes=(episode, episode),
         returns=(1.0, 0.0),
         ref_logprobs=(np.zeros(3, dtype=np.float32), np.full(2, -0.5, dtype=np.float32)),
+        scores=(column,),
     )
     sample = types.Sample(
         group=7,
@@ -113,7 +123,7 @@ def examples() -> dict[str, Any]:
         role="engine-0", version=3, progress=10, seconds={"decode": 1.5}, counters={"steps": 2.0}
     )
     made = (
-        task, sampling, routing, mask, completion, request, turn, trajectory, episode, group, sample,
+        task, sampling, routing, mask, completion, request, turn, trajectory, episode, column, group, sample,
         batch, result, blob, patch, slot, manifest, status,
     )  # fmt: skip
     return {type(value).__name__: value for value in made}

@@ -1,5 +1,5 @@
-"""One group: its attempts run side by side, are scored together and become samples, or the group ends
-with a named reason.
+"""One group: its attempts run side by side, are scored by the scoring stage and become samples, or the group
+ends with a named reason.
 
 In: admitted groups. Out: ``ReadyGroup`` for the buffer through ``on_ready``, or a ``drop`` record and
 ``on_dropped``. A group that is told to end (too old, run over, a sibling failed) first gets back
@@ -17,13 +17,13 @@ from headrace.algos.advantages import ADVANTAGES, is_zero_variance, overlong_pen
 from headrace.data.returns import weighted_return
 from headrace.data.samples import build_samples
 from headrace.errors import CheckpointError, InvariantError, PromptTooLongError, RoleError, WeightSyncError
-from headrace.protocols import Environment, Scorer
+from headrace.protocols import Environment
 from headrace.runtime.buffer import ReadyGroup
 from headrace.runtime.journal import Record
 from headrace.runtime.plan import RunPlan
-from headrace.runtime.reference import ReferencePolicy
 from headrace.runtime.rollout import Interrupted, RolloutClient, run_attempt
 from headrace.runtime.router import Router
+from headrace.runtime.scoring_stage import ScoringStage
 from headrace.runtime.state import LiveGroup
 from headrace.types import DropReason, Episode, EpisodeGroup
 
@@ -38,19 +38,16 @@ class GroupRunner:
         *,
         router: Router,
         environment: Environment,
-        scorer: Scorer,
-        reference: ReferencePolicy | None = None,
+        scoring: ScoringStage,
         record: Callable[[Record], None],
         on_ready: Callable[[ReadyGroup], None],
         on_dropped: Callable[[int, DropReason, str], None],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
-        """``reference`` None: samples carry no log-probabilities of the starting policy."""
         self._plan = plan
         self._router = router
         self._environment = environment
-        self._scorer = scorer
-        self._reference = reference
+        self._scoring = scoring
         self._record = record
         self._on_ready = on_ready
         self._on_dropped = on_dropped
@@ -104,6 +101,7 @@ class GroupRunner:
     def _finished(self, group: int, task: asyncio.Task[None]) -> None:
         del self._tasks[group]
         self._router.forget(group)
+        self._scoring.forget(group)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._on_fatal(error)
@@ -123,6 +121,8 @@ class GroupRunner:
             self._drop(live.group, "failed", f"{type(e).__name__}: {e}")
 
     async def _attempts(self, live: LiveGroup) -> tuple[Episode, ...]:
+        for attempt in live.episodes:
+            self._scoring.attempt_ended(live, attempt)
         missing = [a for a in range(live.num_attempts) if a not in live.episodes]
         tasks = {asyncio.create_task(self._attempt(live, a)): a for a in missing}
         try:
@@ -164,28 +164,23 @@ class GroupRunner:
             seed=self._plan.seed,
             stopping=lambda: self._paused or live.group in self._ending,
         )
-        self._record(await run_attempt(self._environment, live, attempt, client))
+        with self._scoring.meter.generating():
+            episode = await run_attempt(self._environment, live, attempt, client)
+        self._record(episode)
+        self._scoring.attempt_ended(live, attempt)
 
     async def _score(self, live: LiveGroup, episodes: tuple[Episode, ...]) -> None:
-        rewards = await self._scorer.score(live.task, episodes)
-        returns = [
-            weighted_return(r, self._plan.reward_weights) + self._overlong(e)
-            for r, e in zip(rewards, episodes, strict=True)
-        ]
+        missing = await self._scoring.settle(live)
         if live.group in self._ending or self._paused:
             raise Interrupted
+        returns = [
+            weighted_return(live.rewards(e.attempt), self._plan.reward_weights) + self._overlong(e)
+            for e in episodes
+        ]
         if self._plan.drop_zero_variance and is_zero_variance(np.array(returns)):
             self._drop(live.group, "zero-variance", "")
             return
-        record = {
-            "kind": "scored", "group": live.group, "rewards": [dict(r) for r in rewards], "returns": returns
-        }  # fmt: skip
-        if self._reference is not None:
-            # Before the group counts as finished: until then the trainer is kept from outrunning it.
-            record["ref_logprobs"] = await self._reference.logprobs(live.group, episodes)
-            if live.group in self._ending or self._paused:
-                raise Interrupted
-        self._record(record)
+        self._record({"kind": "scored", "group": live.group, "returns": returns, "missing": missing})
         assert live.scored is not None
         self._on_ready(ready_group(self._plan, live.scored))
 
@@ -201,6 +196,8 @@ class GroupRunner:
 
     def _drop(self, group: int, reason: DropReason, detail: str) -> None:
         self._ending.pop(group, None)
+        # An answer that came after the drop would have nobody to belong to.
+        self._scoring.forget(group)
         self._record({"kind": "drop", "group": group, "reason": reason, "detail": detail})
         self._on_dropped(group, reason, detail)
 

@@ -2,7 +2,7 @@
 
     loop            waits for                                 unblocked by
     admission       a free slot                               a landed update or a dropped group
-    group (many)    engines, then the scorer                  their answers
+    group (many)    engines, then scores                      their answers, or the scores' deadlines
     training        a batch the staleness policy allows       a scored group; a straggler that ended
     landing         every engine to apply the new weights     the engines, between two forward passes
 
@@ -19,17 +19,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import CheckpointError, DeadlineError
-from headrace.protocols import Cluster, Engine, Environment, Scorer, Sink, TaskSource
+from headrace.protocols import Cluster, Engine, Environment, Scorer, ScoreSource, Sink, TaskSource
 from headrace.runtime.batches import describe, make_batch
 from headrace.runtime.buffer import ReadyGroup, RolloutBuffer
 from headrace.runtime.checkpoint import CheckpointStore, recover
 from headrace.runtime.drops import DropWatch
 from headrace.runtime.groups import GroupRunner, ready_group
 from headrace.runtime.journal import Journal, Record
+from headrace.runtime.outcome import OutcomeSource
 from headrace.runtime.plan import RunPlan
 from headrace.runtime.reference import ReferencePolicy
 from headrace.runtime.report import Reporter
 from headrace.runtime.router import Router
+from headrace.runtime.scoring_stage import ScoringStage
 from headrace.runtime.slots import Slots
 from headrace.runtime.state import RunState
 from headrace.runtime.supervisor import Supervisor
@@ -51,11 +53,12 @@ class Pipeline:
         run_dir: Path,
         sink: Sink,
         reference: Engine | None = None,
+        sources: Sequence[ScoreSource] = (),
         own_status: Callable[[], RoleStatus] | None = None,
     ) -> None:
         """``reference``: an engine with the starting weights, which computes their log-probabilities (None: the
-        trainer does, where it needs them). ``own_status`` tells where the controller's own time went; None: it is
-        not metered."""
+        trainer does, where it needs them). ``sources`` score attempts beside ``scorer``. ``own_status`` tells where
+        the controller's own time went; None: it is not metered."""
         self._plan = plan
         self._supervisor = Supervisor()
         self._cluster = cluster
@@ -77,18 +80,24 @@ class Pipeline:
         )
         self._slots = Slots(plan.capacity)
         self._buffer = RolloutBuffer(plan, self._unfinished)
+        self._scoring = ScoringStage(
+            [OutcomeSource(scorer, concurrency=plan.capacity), *self._references(reference), *sources],
+            record=self._record,
+            warn=lambda text: sink.emit("warning", {"text": text}),
+        )
         self._runner = GroupRunner(
             plan,
             router=Router(cluster.engines),
             environment=environment,
-            scorer=scorer,
-            reference=None if reference is None else ReferencePolicy(reference, deadline_s=plan.stall_s),
+            scoring=self._scoring,
             record=self._record,
             on_ready=self._ready,
             on_dropped=self._dropped,
             on_fatal=self._supervisor.fail,
         )
-        self._report = Reporter(self.state, cluster, sink, own_status, reference=reference)
+        self._report = Reporter(
+            self.state, cluster, sink, own_status, reference=reference, scoring=self._scoring.status
+        )
         self._landings: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._drops = DropWatch(error_budget=plan.error_budget, groups_per_step=plan.groups_per_step)
@@ -272,6 +281,9 @@ class Pipeline:
         error = self._drops.dropped(reason, detail, num_groups=num_groups)
         if error is not None:
             self._supervisor.fail(error)
+
+    def _references(self, engine: Engine | None) -> list[ScoreSource]:
+        return [] if engine is None else [ReferencePolicy(engine, deadline_s=self._plan.stall_s)]
 
     def _unfinished(self) -> dict[int, int]:
         return {g: live.version for g, live in self.state.groups.items() if live.scored is None}

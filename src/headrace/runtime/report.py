@@ -21,11 +21,13 @@ class Reporter:
         own_status: Callable[[], RoleStatus] | None,
         *,
         reference: Engine | None = None,
+        scoring: Callable[[], RoleStatus] | None = None,
     ) -> None:
+        """``scoring`` tells where the scoring stage's time went; None: nobody asks."""
         self._state = state
         self._cluster = cluster
         self._sink = sink
-        self._own_status = own_status
+        self._own = [status for status in (scoring, own_status) if status is not None]
         self._engines = (*cluster.engines, reference) if reference is not None else tuple(cluster.engines)
         self._clock = asyncio.get_running_loop().time
         self._since = self._clock()
@@ -34,7 +36,7 @@ class Reporter:
     async def statuses(self) -> list[RoleStatus]:
         calls = [engine.status() for engine in self._engines]
         statuses = await asyncio.gather(*calls, self._cluster.trainer.status())
-        return [*statuses, self._own_status()] if self._own_status is not None else list(statuses)
+        return [*statuses, *(status() for status in self._own)]
 
     def start(self) -> None:
         """Speed is counted from here."""
@@ -61,4 +63,8 @@ class Reporter:
         )
 
     def ledger(self) -> dict[str, Any]:
-        return {"attempts": self._state.ledger.attempts(), "tokens_by_state": self._state.ledger.tokens()}
+        return {
+            "attempts": self._state.ledger.attempts(),
+            "tokens_by_state": self._state.ledger.tokens(),
+            "missing_scores": dict(self._state.missing_scores),
+        }

@@ -9,8 +9,9 @@ killed controller knew is what its successor reads back. The record kinds:
                                                    only what ``tokens`` records have not said yet
     episode  {group, attempt, trajectories}        an attempt is finished; a trajectory is a list of its turns
                                                    by number, text, policy and trainable
-    scored   {group, rewards, returns}             the group waits for its batch; ``ref_logprobs`` of its samples
-                                                   are with it where an engine computes them
+    scores   {columns}                             a source has said something of these attempts
+    scored   {group, returns, missing}             the group waits for its batch; ``missing`` lists what it goes
+                                                   without, as (source, attempt, why)
     drop     {group, reason, detail}               a group ends untrained
     take     {step, groups}                        a step begins to train these groups
     trained  {step, version, groups}               ... and has; its slots are held until the weights arrive
@@ -21,10 +22,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from headrace.data import completions
 from headrace.errors import InvariantError
 from headrace.runtime.ledger import AttemptLedger
-from headrace.types import Completion, Episode, EpisodeGroup, Task, Trajectory, Turn
+from headrace.types import Completion, Episode, EpisodeGroup, ScoreColumn, Task, Trajectory, Turn
+
+REFERENCE = "reference"
+"""The source whose log-probabilities become those of the reference policy."""
 
 
 @dataclass(slots=True)
@@ -41,7 +47,14 @@ class LiveGroup:
     unfinished: dict[int, Completion] = field(default_factory=dict)
     """What the running turn of an attempt has sampled so far."""
     episodes: dict[int, Episode] = field(default_factory=dict)
+    columns: dict[str, dict[int, ScoreColumn]] = field(default_factory=dict)
+    """What has been said of its attempts, by source and attempt."""
     scored: EpisodeGroup | None = None
+
+    def rewards(self, attempt: int) -> dict[str, float | None]:
+        """What all sources together give the attempt as a whole."""
+        said = [self.columns[source].get(attempt) for source in sorted(self.columns)]
+        return {name: value for column in said if column for name, value in column.rewards.items()}
 
 
 @dataclass(slots=True)
@@ -54,6 +67,8 @@ class RunState:
     num_trained_groups: int = 0
     ledger: AttemptLedger = field(default_factory=AttemptLedger)
     groups: dict[int, LiveGroup] = field(default_factory=dict)
+    missing_scores: dict[str, int] = field(default_factory=dict)
+    """Scores that attempts went without, by ``<source>: <why>``."""
     progress: int = 0
     """Records applied; a run that is alive moves it."""
 
@@ -69,6 +84,7 @@ class RunState:
             "version": self.version,
             "next_group": self.next_group,
             "num_trained_groups": self.num_trained_groups,
+            "missing_scores": dict(self.missing_scores),
             "ledger": self.ledger.snapshot(),
             "groups": [
                 {name: getattr(group, name) for name in LiveGroup.__dataclass_fields__}
@@ -136,22 +152,52 @@ def _episode(state: RunState, r: dict[str, Any]) -> None:
     )
 
 
+def _scores(state: RunState, r: dict[str, Any]) -> None:
+    for column in r["columns"]:
+        of_source = state.live(column.group).columns.setdefault(column.source, {})
+        known = of_source.get(column.attempt)
+        of_source[column.attempt] = column if known is None else _continued(known, column)
+
+
+def _continued(known: ScoreColumn, more: ScoreColumn) -> ScoreColumn:
+    """Steps are told as they end; anything else is said once."""
+    if known.step_ends is None or more.step_ends is None:
+        raise InvariantError(f"{more.source} scored attempt {(more.group, more.attempt)} twice")
+    assert known.step_scores is not None and more.step_scores is not None
+    return replace(
+        known,
+        step_ends=np.concatenate([known.step_ends, more.step_ends]),
+        step_scores=np.concatenate([known.step_scores, more.step_scores]),
+    )
+
+
 def _scored(state: RunState, r: dict[str, Any]) -> None:
     live = state.live(r["group"])
     state.ledger.move(live.group, range(live.num_attempts), "scoring", "buffered")
     episodes = tuple(
-        _with_rewards(live.episodes[attempt], r["rewards"][attempt]) for attempt in range(live.num_attempts)
+        _with_rewards(live.episodes[attempt], live.rewards(attempt)) for attempt in range(live.num_attempts)
     )
-    references = r.get("ref_logprobs")
+    references = live.columns.pop(REFERENCE, None)
+    columns = [of_source[a] for _, of_source in sorted(live.columns.items()) for a in sorted(of_source)]
     live.scored = EpisodeGroup(
         group=live.group,
         task=live.task,
         episodes=episodes,
         returns=tuple(r["returns"]),
-        ref_logprobs=None if references is None else tuple(references),
+        ref_logprobs=None if references is None else _of_samples(references),
+        # Rewards are with the episodes.
+        scores=tuple([c for c in columns if c.step_ends is not None or c.logprobs is not None]),
     )
+    for source, _, why in r["missing"]:
+        name = f"{source}: {why}"
+        state.missing_scores[name] = state.missing_scores.get(name, 0) + 1
     # The scored group holds the episodes; keeping them twice would double the checkpoint.
-    live.turns, live.episodes = {}, {}
+    live.turns, live.episodes, live.columns = {}, {}, {}
+
+
+def _of_samples(columns: dict[int, ScoreColumn]) -> tuple[np.ndarray, ...]:
+    """In the order of a group's samples, which is that of its attempts."""
+    return tuple([logprobs for attempt in sorted(columns) for logprobs in columns[attempt].logprobs or ()])
 
 
 def _with_rewards(episode: Episode, rewards: dict[str, float | None]) -> Episode:
@@ -193,6 +239,7 @@ _HANDLERS = {
     "tokens": _tokens,
     "turn": _turn,
     "episode": _episode,
+    "scores": _scores,
     "scored": _scored,
     "drop": _drop,
     "take": _take,

@@ -98,6 +98,7 @@ def make_pipeline(
     scorer: Any = None,
     sink: Any = None,
     reference: Any = None,
+    sources: Sequence[Any] = (),
 ) -> Pipeline:
     """Call inside a running loop."""
     return Pipeline(
@@ -112,4 +113,5 @@ def make_pipeline(
         run_dir=run_dir,
         sink=sink or MemorySink(),
         reference=reference,
+        sources=sources,
     )
