@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from headrace.algos.advantages import ADVANTAGES, is_zero_variance, overlong_penalty
+from headrace.algos.process import token_advantages
 from headrace.data.returns import weighted_return
 from headrace.data.samples import build_samples
+from headrace.data.steps import step_borders
 from headrace.errors import CheckpointError, InvariantError, PromptTooLongError, RoleError, WeightSyncError
 from headrace.protocols import Environment
 from headrace.runtime.buffer import ReadyGroup
 from headrace.runtime.journal import Record
 from headrace.runtime.plan import RunPlan
+from headrace.runtime.process_rewards import ProcessRewards
 from headrace.runtime.rollout import Interrupted, RolloutClient, run_attempt
 from headrace.runtime.router import Router
 from headrace.runtime.scoring_stage import ScoringStage
@@ -39,15 +43,18 @@ class GroupRunner:
         router: Router,
         environment: Environment,
         scoring: ScoringStage,
+        process: ProcessRewards | None = None,
         record: Callable[[Record], None],
         on_ready: Callable[[ReadyGroup], None],
         on_dropped: Callable[[int, DropReason, str], None],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
+        """``process`` None: attempts are judged when they have ended."""
         self._plan = plan
         self._router = router
         self._environment = environment
         self._scoring = scoring
+        self._process = process
         self._record = record
         self._on_ready = on_ready
         self._on_dropped = on_dropped
@@ -101,7 +108,7 @@ class GroupRunner:
     def _finished(self, group: int, task: asyncio.Task[None]) -> None:
         del self._tasks[group]
         self._router.forget(group)
-        self._scoring.forget(group)
+        self._forget_scores(group)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._on_fatal(error)
@@ -163,6 +170,7 @@ class GroupRunner:
             record=self._record,
             seed=self._plan.seed,
             stopping=lambda: self._paused or live.group in self._ending,
+            watch=None if self._process is None else self._process.watch(live, attempt),
         )
         with self._scoring.meter.generating():
             episode = await run_attempt(self._environment, live, attempt, client)
@@ -177,7 +185,9 @@ class GroupRunner:
             weighted_return(live.rewards(e.attempt), self._plan.reward_weights) + self._overlong(e)
             for e in episodes
         ]
-        if self._plan.drop_zero_variance and is_zero_variance(np.array(returns)):
+        # Steps that were judged tell attempts apart which ended alike.
+        unjudged = self._process is None or not live.columns.get(self._process.name)
+        if self._plan.drop_zero_variance and unjudged and is_zero_variance(np.array(returns)):
             self._drop(live.group, "zero-variance", "")
             return
         self._record({"kind": "scored", "group": live.group, "returns": returns, "missing": missing})
@@ -194,17 +204,27 @@ class GroupRunner:
             factor=self._plan.overlong_factor,
         )
 
+    def _forget_scores(self, group: int) -> None:
+        """An answer that came after a group's end would have nobody to belong to."""
+        self._scoring.forget(group)
+        if self._process is not None:
+            self._process.forget(group)
+
     def _drop(self, group: int, reason: DropReason, detail: str) -> None:
         self._ending.pop(group, None)
-        # An answer that came after the drop would have nobody to belong to.
-        self._scoring.forget(group)
+        self._forget_scores(group)
         self._record({"kind": "drop", "group": group, "reason": reason, "detail": detail})
         self._on_dropped(group, reason, detail)
 
 
 def ready_group(plan: RunPlan, scored: EpisodeGroup) -> ReadyGroup:
     """Advantages and samples of a scored group; pure, so recovery builds the same ones again."""
-    advantages = ADVANTAGES[plan.advantage](np.array(scored.returns, dtype=np.float64))
+    advantages: Any = ADVANTAGES[plan.advantage](np.array(scored.returns, dtype=np.float64))
+    if plan.process is not None:
+        ends, scores = zip(*(step_borders(scored, e.attempt) for e in scored.episodes), strict=True)
+        advantages = token_advantages(
+            advantages, ends, scores, form=plan.process.form, weight=plan.process.weight
+        )
     return ReadyGroup(
         group=scored.group,
         samples=build_samples(scored, advantages),

@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import CheckpointError, DeadlineError
-from headrace.protocols import Cluster, Engine, Environment, Scorer, ScoreSource, Sink, TaskSource
+from headrace.protocols import (
+    Cluster,
+    Engine,
+    Environment,
+    Scorer,
+    ScoreSource,
+    Sink,
+    StepScorer,
+    TaskSource,
+)
 from headrace.runtime.batches import describe, make_batch
 from headrace.runtime.buffer import ReadyGroup, RolloutBuffer
 from headrace.runtime.checkpoint import CheckpointStore, recover
@@ -28,9 +37,11 @@ from headrace.runtime.groups import GroupRunner, ready_group
 from headrace.runtime.journal import Journal, Record
 from headrace.runtime.outcome import OutcomeSource
 from headrace.runtime.plan import RunPlan
+from headrace.runtime.process_rewards import ProcessRewards
 from headrace.runtime.reference import ReferencePolicy
 from headrace.runtime.report import Reporter
 from headrace.runtime.router import Router
+from headrace.runtime.scoring_meter import ScoringMeter
 from headrace.runtime.scoring_stage import ScoringStage
 from headrace.runtime.slots import Slots
 from headrace.runtime.state import RunState
@@ -54,11 +65,13 @@ class Pipeline:
         sink: Sink,
         reference: Engine | None = None,
         sources: Sequence[ScoreSource] = (),
+        process: StepScorer | None = None,
         own_status: Callable[[], RoleStatus] | None = None,
     ) -> None:
         """``reference``: an engine with the starting weights, which computes their log-probabilities (None: the
-        trainer does, where it needs them). ``sources`` score attempts beside ``scorer``. ``own_status`` tells where
-        the controller's own time went; None: it is not metered."""
+        trainer does, where it needs them). ``sources`` score attempts beside ``scorer``. ``process``
+        judges their steps, as the plan says (None: nobody does). ``own_status`` tells where the controller's own time
+        went; None: it is not metered."""
         self._plan = plan
         self._supervisor = Supervisor()
         self._cluster = cluster
@@ -80,8 +93,12 @@ class Pipeline:
         )
         self._slots = Slots(plan.capacity)
         self._buffer = RolloutBuffer(plan, self._unfinished)
+        meter = ScoringMeter(asyncio.get_running_loop().time)
+        steps = self._process_rewards(process, meter)
+        outcome = OutcomeSource(scorer, concurrency=plan.capacity)
         self._scoring = ScoringStage(
-            [OutcomeSource(scorer, concurrency=plan.capacity), *self._references(reference), *sources],
+            [outcome, *self._references(reference), *sources, *([] if steps is None else [steps])],
+            meter=meter,
             record=self._record,
             warn=lambda text: sink.emit("warning", {"text": text}),
         )
@@ -90,13 +107,20 @@ class Pipeline:
             router=Router(cluster.engines),
             environment=environment,
             scoring=self._scoring,
+            process=steps,
             record=self._record,
             on_ready=self._ready,
             on_dropped=self._dropped,
             on_fatal=self._supervisor.fail,
         )
         self._report = Reporter(
-            self.state, cluster, sink, own_status, reference=reference, scoring=self._scoring.status
+            self.state,
+            cluster,
+            sink,
+            own_status,
+            reference=reference,
+            scoring=self._scoring.status,
+            process=process,
         )
         self._landings: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
@@ -284,6 +308,13 @@ class Pipeline:
 
     def _references(self, engine: Engine | None) -> list[ScoreSource]:
         return [] if engine is None else [ReferencePolicy(engine, deadline_s=self._plan.stall_s)]
+
+    def _process_rewards(self, scorer: StepScorer | None, meter: ScoringMeter) -> ProcessRewards | None:
+        if scorer is None or self._plan.process is None:
+            return None
+        return ProcessRewards(
+            scorer, self._plan.process, live=self.state.live, meter=meter, record=self._record
+        )
 
     def _unfinished(self) -> dict[int, int]:
         return {g: live.version for g, live in self.state.groups.items() if live.scored is None}

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from headrace.protocols import Cluster, Engine, Sink
+from headrace.errors import RoleError
+from headrace.protocols import Cluster, Engine, Sink, StepScorer
 from headrace.runtime.state import RunState
 from headrace.types import RoleStatus, StepResult
 
@@ -22,11 +23,14 @@ class Reporter:
         *,
         reference: Engine | None = None,
         scoring: Callable[[], RoleStatus] | None = None,
+        process: StepScorer | None = None,
     ) -> None:
-        """``scoring`` tells where the scoring stage's time went; None: nobody asks."""
+        """``scoring`` tells where the scoring stage's time went; None: nobody asks. ``process`` may die without
+        ending the run, and is then missing here too."""
         self._state = state
         self._cluster = cluster
         self._sink = sink
+        self._process = process
         self._own = [status for status in (scoring, own_status) if status is not None]
         self._engines = (*cluster.engines, reference) if reference is not None else tuple(cluster.engines)
         self._clock = asyncio.get_running_loop().time
@@ -36,7 +40,15 @@ class Reporter:
     async def statuses(self) -> list[RoleStatus]:
         calls = [engine.status() for engine in self._engines]
         statuses = await asyncio.gather(*calls, self._cluster.trainer.status())
-        return [*statuses, *(status() for status in self._own)]
+        return [*statuses, *await self._process_status(), *(status() for status in self._own)]
+
+    async def _process_status(self) -> list[RoleStatus]:
+        if self._process is None:
+            return []
+        try:
+            return [await self._process.status()]
+        except RoleError:
+            return []
 
     def start(self) -> None:
         """Speed is counted from here."""
@@ -67,4 +79,5 @@ class Reporter:
             "attempts": self._state.ledger.attempts(),
             "tokens_by_state": self._state.ledger.tokens(),
             "missing_scores": dict(self._state.missing_scores),
+            "given_up": self._state.num_given_up,
         }

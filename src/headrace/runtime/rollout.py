@@ -19,6 +19,7 @@ import numpy as np
 from headrace.data import completions
 from headrace.protocols import Engine, Environment
 from headrace.runtime.journal import Record
+from headrace.runtime.process_rewards import StepWatch
 from headrace.runtime.router import Router
 from headrace.runtime.state import LiveGroup
 from headrace.types import Completion, Request, Sampling, Trajectory, Turn
@@ -40,14 +41,17 @@ class RolloutClient:
         record: Callable[[Record], None],
         seed: int,
         stopping: Callable[[], bool],
+        watch: StepWatch | None = None,
     ) -> None:
-        """``stopping`` turns true when the group is to end without finishing."""
+        """``stopping`` turns true when the group is to end without finishing. ``watch`` is shown every token and may
+        end the attempt early; None: nobody looks before the end."""
         self._live = live
         self._attempt = attempt
         self._router = router
         self._record = record
         self._seed = seed
         self._stopping = stopping
+        self._watch = watch
         self._next_turn = 0
 
     @cached_property
@@ -71,27 +75,41 @@ class RolloutClient:
             completion=self._news(completion),
             sampling=sampling,
             seed=request.seed,
-            engine=engine.name,
+            engine=engine,
         )
         self._write("turn", number, value=turn)
         return self._finished[number]
 
-    async def _generate(self, request: Request, number: int) -> tuple[Completion, Engine]:
-        """Until the completion is finished, whatever interrupts it."""
+    async def _generate(self, request: Request, number: int) -> tuple[Completion, str]:
+        """Until the completion is finished, whatever interrupts it, or is given up; with the last engine's name."""
+        name, prompt_ids = "", request.prompt_ids
         while not self._stopping():
+            if self._watch is not None and self._watch.gave_up:
+                return self._unfinished or completions.EMPTY, name
             engine = self._router.lease(self._live.group, request.id)
+            name = engine.name
+            self._show(engine, request.id)
             try:
-                completion = await engine.generate(request, lambda c: self._journal(number, c))
+                completion = await engine.generate(request, lambda c: self._grew(number, prompt_ids, c))
             except asyncio.CancelledError:
                 await engine.abort((request.id,))
                 raise
             finally:
                 self._router.release(self._live.group, request.id)
             if completion.finish_reason != "abort":
-                return completion, engine
+                return completion, name
             self._journal(number, completion)
             request = replace(request, prefix=self._unfinished)
         raise Interrupted
+
+    def _show(self, engine: Engine, request_id: str) -> None:
+        if self._watch is not None:
+            self._watch.abort = lambda: engine.abort((request_id,))
+
+    def _grew(self, number: int, prompt_ids: np.ndarray, so_far: Completion) -> None:
+        self._journal(number, so_far)
+        if self._watch is not None:
+            self._watch.grew(prompt_ids, so_far)
 
     def _journal(self, number: int, so_far: Completion) -> None:
         news = self._news(so_far)

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.errors import DeadlineError, RoleError
+from headrace.data.steps import is_whole
+from headrace.errors import CheckpointError, DeadlineError, InvariantError, RoleError
 from headrace.protocols import ScoreSource
 from headrace.runtime.journal import Record
 from headrace.runtime.scoring_meter import ScoringMeter
@@ -40,8 +41,9 @@ class ScoringStage:
         self,
         sources: Sequence[ScoreSource],
         *,
+        meter: ScoringMeter,
         record: Callable[[Record], None],
-        warn: Callable[[str], None] = lambda text: None,
+        warn: Callable[[str], None],
     ) -> None:
         """``warn`` is told of the first score of each source that is missing for a reason, in words."""
         names = [source.name for source in sources]
@@ -53,7 +55,7 @@ class ScoringStage:
         self._asked: dict[tuple[int, str], _Questions] = {}
         """By group and source, questions by the attempts they are about."""
         self._counts: Counter[str] = Counter()
-        self.meter = ScoringMeter(asyncio.get_running_loop().time)
+        self.meter = meter
 
     def attempt_ended(self, live: LiveGroup, attempt: int) -> None:
         """Ask what can be asked now."""
@@ -117,8 +119,9 @@ class ScoringStage:
                 f"waited {source.deadline_s:g} s for {source.name} to score group {group}; give it more time"
             )
             faults |= {a: DeadlineError(text) for a, q in questions.items() if q in late}
-        if source.required and faults:
-            raise next(iter(faults.values()))
+        for fault in faults.values():
+            if source.required or isinstance(fault, (InvariantError, CheckpointError)):
+                raise fault
         return [(source.name, a, self._count(source, f)) for attempts, f in faults.items() for a in attempts]
 
     def _count(self, source: ScoreSource, fault: BaseException) -> str:
@@ -163,12 +166,7 @@ def check_columns(source: str, group: int, attempts: Sequence[int], columns: Seq
 
 def _is_known(source: ScoreSource, live: LiveGroup, attempt: int) -> bool:
     column = live.columns.get(source.name, {}).get(attempt)
-    if column is None:
-        return False
-    if column.step_ends is None:
-        return True
-    told = int(column.step_ends[-1]) if len(column.step_ends) else 0
-    return told == live.episodes[attempt].num_tokens
+    return column is not None and is_whole(column, live.episodes[attempt].num_tokens)
 
 
 def _why(fault: BaseException) -> str:

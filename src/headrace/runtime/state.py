@@ -69,6 +69,8 @@ class RunState:
     groups: dict[int, LiveGroup] = field(default_factory=dict)
     missing_scores: dict[str, int] = field(default_factory=dict)
     """Scores that attempts went without, by ``<source>: <why>``."""
+    num_given_up: int = 0
+    """Attempts that were ended early because their steps looked hopeless."""
     progress: int = 0
     """Records applied; a run that is alive moves it."""
 
@@ -85,6 +87,7 @@ class RunState:
             "next_group": self.next_group,
             "num_trained_groups": self.num_trained_groups,
             "missing_scores": dict(self.missing_scores),
+            "num_given_up": self.num_given_up,
             "ledger": self.ledger.snapshot(),
             "groups": [
                 {name: getattr(group, name) for name in LiveGroup.__dataclass_fields__}
@@ -143,6 +146,7 @@ def _episode(state: RunState, r: dict[str, Any]) -> None:
     live, attempt = state.live(r["group"]), r["attempt"]
     state.ledger.move(live.group, (attempt,), "generating", "scoring")
     turns = live.turns.get(attempt, [])
+    state.num_given_up += any(turn.completion.finish_reason == "abort" for turn in turns)
     trajectories = tuple(
         Trajectory(turns=tuple([turns[i] for i in numbers]), text=text, policy=policy, trainable=trainable)
         for numbers, text, policy, trainable in r["trajectories"]

@@ -99,6 +99,7 @@ def make_pipeline(
     sink: Any = None,
     reference: Any = None,
     sources: Sequence[Any] = (),
+    process: Any = None,
 ) -> Pipeline:
     """Call inside a running loop."""
     return Pipeline(
@@ -114,4 +115,5 @@ def make_pipeline(
         sink=sink or MemorySink(),
         reference=reference,
         sources=sources,
+        process=process,
     )
