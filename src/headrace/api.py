@@ -26,6 +26,7 @@ from headrace.observe.summary import Summary, summarise
 from headrace.protocols import Sink, TaskSource
 from headrace.run_directory import RunDirectory, latest_checkpoint
 from headrace.runtime.pipeline import Pipeline
+from headrace.runtime.plan import RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ class _Inputs:
     renderer: build.Renderer
     tasks: TaskSource
     rewards: Sequence[build.Reward]
+    plan: RunPlan
 
 
 def train(
@@ -164,7 +166,8 @@ def _inputs(settings: Settings, tasks: Any, reward: Any) -> _Inputs:
     source = build.task_source(settings, tasks)
     # What the first task cannot do, a missing chat template for instance, most likely none can.
     renderer.prompt_ids(source.task(0))
-    return _Inputs(renderer=renderer, tasks=source, rewards=_rewards(reward, settings))
+    rewards, plan = _rewards(reward, settings), build.plan(settings, renderer)
+    return _Inputs(renderer=renderer, tasks=source, rewards=rewards, plan=plan)
 
 
 async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -> RunResult:
@@ -179,7 +182,7 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
         try:
             scorer = build.scorer(settings, inputs.rewards, cluster.scorers)
             pipeline = Pipeline(
-                build.plan(settings),
+                inputs.plan,
                 cluster=cluster,
                 environment=build.environment(settings, inputs.renderer),
                 scorer=scorer,
@@ -187,6 +190,7 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
                 run_dir=directory.path,
                 sink=sink,
                 reference=cluster.reference,
+                process=cluster.step_scorer,
                 # Inline, the engine and the trainer run on this loop too: its time is theirs.
                 own_status=loop.status if settings.run.launcher == "local" else None,
             )

@@ -17,12 +17,13 @@ from typing import Any
 from headrace.config import EngineSettings, Settings
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
+from headrace.data.steps import parse_rule
 from headrace.envs.single_turn import SingleTurn
 from headrace.errors import ConfigError, ModelError, TaskError
 from headrace.launch.inline import InlineCluster
 from headrace.launch.local import LocalCluster, LocalLauncher, RoleSpec
 from headrace.protocols import Scorer, TaskSource
-from headrace.runtime.plan import RunPlan
+from headrace.runtime.plan import ProcessPlan, RunPlan
 from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.merged import MergedScorer
 from headrace.scoring.process import build_scorer
@@ -36,11 +37,14 @@ Reward = str | Callable[..., Any]
 _ROW_TOKENS = {"cpu": 4096, "cuda": 16384}
 _SHARE_ALONE = 0.9
 _SHARE_BESIDE_TRAINER = 0.4
+_JOURNAL_TOKENS = 32
+_STEP_TOKENS = 8
 _SCORED_TOKENS = 1024
 """Tokens a reference scores in one pass, whose logits are held whole."""
 
 
-def plan(settings: Settings) -> RunPlan:
+def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
+    """``renderer`` is the policy's; only a run that judges steps needs it."""
     run, rollout, algo = settings.run, settings.rollout, settings.algo
     return RunPlan(
         steps=run.steps,
@@ -62,18 +66,37 @@ def plan(settings: Settings) -> RunPlan:
         sync_s=settings.weights.deadline_s,
         stall_s=run.stall_s,
         error_budget=settings.reward.error_budget,
+        process=_process_plan(settings, renderer),
+    )
+
+
+def _process_plan(settings: Settings, renderer: Renderer | None) -> ProcessPlan | None:
+    s = settings.scoring
+    if s.process is None:
+        return None
+    assert renderer is not None, "steps are found in tokens, which the renderer knows"
+    return ProcessPlan(
+        rule=parse_rule(s.steps, renderer.ids_containing),
+        form=s.form,
+        weight=s.weight,
+        deadline_s=s.deadline_s,
+        abort_below=s.abort_below,
     )
 
 
 def model_directory(settings: Settings) -> Path:
     """Where the model lies; a hub name is fetched once."""
-    path = settings.model.path
-    if path is None:
+    if settings.model.path is None:
         raise ConfigError("model.path is not set: give a directory in Hugging Face format or a hub name")
+    return fetched(settings.model.path, "model.path")
+
+
+def fetched(path: str, field: str) -> Path:
+    """A model that a setting names, on this machine."""
     if Path(path).is_dir():
         return Path(path)
     if Path(path).is_absolute() or path.startswith("."):
-        raise ModelError(f"model.path: {path} does not exist; check the path")
+        raise ModelError(f"{field}: {path} does not exist; check the path")
     from huggingface_hub import snapshot_download
 
     try:
@@ -81,7 +104,7 @@ def model_directory(settings: Settings) -> Path:
     except Exception as e:
         reason = str(e).strip().partition("\n")[0]
         raise ModelError(
-            f"model.path: {path} is neither a directory nor a model that can be fetched ({reason})"
+            f"{field}: {path} is neither a directory nor a model that can be fetched ({reason})"
         ) from e
 
 
@@ -260,6 +283,15 @@ def reference_settings(settings: Settings, context_tokens: int) -> EngineSetting
     )
 
 
+def progress_tokens(settings: Settings) -> int:
+    """Sampled tokens between two reports of a request: often enough for a step to be judged while the next is sampled,
+    otherwise for the journal alone."""
+    if settings.scoring.process is None:
+        return _JOURNAL_TOKENS
+    kind, _, value = settings.scoring.steps.partition(":")
+    return min(_JOURNAL_TOKENS, int(value)) if kind == "tokens" else _STEP_TOKENS
+
+
 def quieten() -> None:
     """Loading bars of every role would run through each other on the terminal."""
     from transformers.utils import logging
@@ -293,14 +325,16 @@ async def _start(
     reference = {**told, "name": "reference", "version": 0, "reference": True}
     with_reference = settings.algo.reference == "engine"
     scoring = scorer_settings(settings, rewards)
+    process = {**told, "name": "process"} if settings.scoring.process is not None else None
     if settings.run.launcher == "inline":
-        from headrace.roles import engine_role, trainer_role
+        from headrace.roles import engine_role, process_role, trainer_role
 
         return InlineCluster(
             [engine_role(e) for e in engines],
             trainer_role({**told, "threaded": False}),
             [build_scorer(scoring)] if scoring else [],
             reference=engine_role(reference) if with_reference else None,
+            step_scorer=process_role({**process, "threaded": False}) if process else None,
             directory=directory,
         )
     roles = [
@@ -316,6 +350,10 @@ async def _start(
     if scoring:
         factory = "headrace.scoring.process:build_scorer"
         roles.append(RoleSpec(name="scorer", kind="scorer", factory=factory, settings=scoring))
+    if process:
+        factory = "headrace.roles:process_role"
+        told_process = {**process, "threaded": True}
+        roles.append(RoleSpec(name="process", kind="process", factory=factory, settings=told_process))
     launcher = LocalLauncher(
         roles,
         log_dir=run_dir / "logs",

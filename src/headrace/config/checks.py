@@ -7,6 +7,7 @@ are skipped when the policy is only sampled from.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from headrace.errors import ConfigError
 if TYPE_CHECKING:
     from headrace.config.settings import Settings
 
+_STEPS = re.compile(r"delimiter:.+|tokens:[1-9]\d*|entropy:\d*\.?\d+", re.DOTALL)
 _COMPARES_ATTEMPTS = ("grpo", "dr-grpo", "rloo")
 
 
@@ -145,6 +147,20 @@ def _reward(s: Settings) -> Iterator[str]:
             )
 
 
+def _scoring(s: Settings) -> Iterator[str]:
+    scoring = s.scoring
+    if not _STEPS.fullmatch(scoring.steps):
+        yield (
+            f'scoring.steps is "{scoring.steps}": write delimiter:TEXT, tokens:N or entropy:NATS, for example '
+            "delimiter:\\n."
+        )
+    if scoring.process is None and scoring.abort_below is not None:
+        yield (
+            f"scoring.abort_below is {scoring.abort_below}, but nobody judges steps: set scoring.process to a model or "
+            "module:function, or leave scoring.abort_below out."
+        )
+
+
 def _engine(s: Settings) -> Iterator[str]:
     kv_tokens, needed = s.engine.kv_tokens, s.rollout.max_tokens + s.engine.block_size
     if kv_tokens is not None and kv_tokens < needed:
@@ -190,5 +206,5 @@ def _lora(s: Settings) -> Iterator[str]:
 
 
 _Rule = Callable[["Settings"], Iterator[str]]
-_ALWAYS: tuple[_Rule, ...] = (_reward, _engine)
+_ALWAYS: tuple[_Rule, ...] = (_reward, _scoring, _engine)
 _TRAINING: tuple[_Rule, ...] = (_sampling, _groups, _batch, _ranks, _loss, _lora, _warm_start)

@@ -30,6 +30,7 @@ MAY_CHANGE = frozenset(
         "reward.retries",
         "reward.error_budget",
         "reward.workers",
+        "scoring.deadline_s",
         "trainer.on_nonfinite",
         "trainer.ranks",
         "trainer.expert_ranks",

@@ -1,7 +1,7 @@
 """Roles in other processes behind the protocols of this one.
 
-In: calls of ``protocols.Engine``, ``Trainer`` and ``Scorer``. Out: the same calls over ``rpc``, each with a
-deadline. ``role_methods`` is the other half of the table. ``close`` closes the role object; its process
+In: calls of ``protocols.Engine``, ``Trainer``, ``Scorer`` and ``StepScorer``. Out: the same calls over ``rpc``, each
+with a deadline. ``role_methods`` is the other half of the table. ``close`` closes the role object; its process
 is ended by the cluster it belongs to.
 """
 
@@ -32,6 +32,7 @@ DEADLINES_S: Mapping[str, float] = MappingProxyType(
         "generate": 3600.0,
         "abort": 120.0,
         "score": 600.0,
+        "score_steps": 600.0,
         "begin_update": 3600.0,
         "apply": 600.0,
         "cancel_update": 120.0,
@@ -132,6 +133,32 @@ class RemoteScorer:
     async def score(self, task: Task, episodes: Sequence[Episode]) -> list[Mapping[str, float | None]]:
         deadline_s = self._deadlines_s["score"]
         return await self._caller.call("score", task, list(episodes), deadline_s=deadline_s)
+
+    async def close(self) -> None:
+        await self._caller.call("close", deadline_s=self._deadlines_s["close"])
+
+
+class RemoteStepScorer:
+    def __init__(self, caller: Caller, deadlines_s: Mapping[str, float] = DEADLINES_S) -> None:
+        self._caller = caller
+        self._deadlines_s = deadlines_s
+
+    async def score_steps(
+        self,
+        attempt: str,
+        task: Task,
+        token_ids: np.ndarray,
+        ends: np.ndarray,
+        *,
+        num_prompt: int,
+        num_known: int,
+        last: bool,
+    ) -> np.ndarray:
+        asked = (attempt, task, token_ids, ends, num_prompt, num_known, last)
+        return await self._caller.call("score_steps", *asked, deadline_s=self._deadlines_s["score_steps"])
+
+    async def status(self) -> RoleStatus:
+        return await self._caller.call("status", deadline_s=self._deadlines_s["status"])
 
     async def close(self) -> None:
         await self._caller.call("close", deadline_s=self._deadlines_s["close"])

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from headrace.launch.rpc import Note
 
-RoleKind = Literal["engine", "reference", "trainer", "scorer"]
+RoleKind = Literal["engine", "reference", "trainer", "scorer", "process"]
 Method = Callable[[Any, list[Any], Note | None], Awaitable[Any]]
 
 ENGINE: Mapping[str, Method] = {
@@ -41,6 +41,13 @@ SCORER: Mapping[str, Method] = {
     "score": lambda scorer, args, note: scorer.score(args[0], args[1]),
 }
 
+PROCESS: Mapping[str, Method] = {
+    "score_steps": lambda scorer, args, note: scorer.score_steps(
+        *args[:4], num_prompt=args[4], num_known=args[5], last=args[6]
+    ),
+    "status": lambda scorer, args, note: scorer.status(),
+}
+
 REFERENCE: Mapping[str, Method] = {name: ENGINE[name] for name in ("score", "status")}
 
 METHODS: Mapping[str, Mapping[str, Method]] = {
@@ -48,4 +55,5 @@ METHODS: Mapping[str, Mapping[str, Method]] = {
     "reference": REFERENCE,
     "trainer": TRAINER,
     "scorer": SCORER,
+    "process": PROCESS,
 }
