@@ -21,6 +21,7 @@ from headrace.types import (
     RoleStatus,
     Sampling,
     ScoreColumn,
+    StepQuestion,
     StepResult,
     Task,
     TensorBlob,
@@ -160,20 +161,9 @@ class ScoreSource(Protocol):
 class StepScorer(Protocol):
     """A process-reward model: judges the steps of an attempt, also while the next ones are sampled."""
 
-    async def score_steps(
-        self,
-        attempt: str,
-        task: Task,
-        token_ids: np.ndarray,
-        ends: np.ndarray,
-        *,
-        num_prompt: int,
-        num_known: int,
-        last: bool,
-    ) -> np.ndarray:
-        """float32, the scores of all steps but the first ``num_known``; higher is better. ``token_ids`` are the prompt
-        and everything sampled so far, ``ends`` where each step ends in it. What was computed for ``attempt`` before is
-        reused as far as the tokens agree, so a call costs its new tokens; ``last``: none will follow."""
+    async def score_steps(self, question: StepQuestion) -> np.ndarray:
+        """float32, the scores of all steps but those that are known; higher is better. A call costs the tokens that
+        no call about the attempt had before."""
         ...
 
     async def status(self) -> RoleStatus: ...

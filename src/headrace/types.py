@@ -193,6 +193,24 @@ class ScoreColumn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepQuestion:
+    """Ask a process-reward model about the steps of an attempt, finished or not."""
+
+    attempt: str
+    """``<group>/<attempt>``: what was computed for it before is used again as far as the tokens agree."""
+    task: Task
+    token_ids: np.ndarray
+    """int32 [T], the prompt and everything sampled so far."""
+    num_prompt: int
+    ends: np.ndarray
+    """int32 [C], where each step ends in ``token_ids``."""
+    num_known: int
+    """Steps whose scores are known already; the answer begins with the one after them."""
+    last: bool
+    """No question about the attempt will follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeGroup:
     """The attempts that are compared with each other, scored."""
 

@@ -74,6 +74,9 @@ def examples() -> dict[str, Any]:
         step_scores=np.array([0.5, -1], dtype=np.float32),
         logprobs=(np.zeros(3, dtype=np.float32),),
     )
+    question = types.StepQuestion(
+        attempt="7/1", task=task, token_ids=ints(9, 8, 5), num_prompt=2, ends=ints(3), num_known=0, last=True
+    )
     group = types.EpisodeGroup(
         group=7,
         task=task,
@@ -123,7 +126,7 @@ def examples() -> dict[str, Any]:
         role="engine-0", version=3, progress=10, seconds={"decode": 1.5}, counters={"steps": 2.0}
     )
     made = (
-        task, sampling, routing, mask, completion, request, turn, trajectory, episode, column, group, sample,
+        task, sampling, routing, mask, completion, request, turn, trajectory, episode, column, question, group, sample,
         batch, result, blob, patch, slot, manifest, status,
     )  # fmt: skip
     return {type(value).__name__: value for value in made}

@@ -21,6 +21,7 @@ from headrace.types import (
     InterruptMode,
     Request,
     RoleStatus,
+    StepQuestion,
     StepResult,
     Task,
     TrainBatch,
@@ -143,19 +144,8 @@ class RemoteStepScorer:
         self._caller = caller
         self._deadlines_s = deadlines_s
 
-    async def score_steps(
-        self,
-        attempt: str,
-        task: Task,
-        token_ids: np.ndarray,
-        ends: np.ndarray,
-        *,
-        num_prompt: int,
-        num_known: int,
-        last: bool,
-    ) -> np.ndarray:
-        asked = (attempt, task, token_ids, ends, num_prompt, num_known, last)
-        return await self._caller.call("score_steps", *asked, deadline_s=self._deadlines_s["score_steps"])
+    async def score_steps(self, question: StepQuestion) -> np.ndarray:
+        return await self._caller.call("score_steps", question, deadline_s=self._deadlines_s["score_steps"])
 
     async def status(self) -> RoleStatus:
         return await self._caller.call("status", deadline_s=self._deadlines_s["status"])

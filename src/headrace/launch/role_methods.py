@@ -42,9 +42,7 @@ SCORER: Mapping[str, Method] = {
 }
 
 PROCESS: Mapping[str, Method] = {
-    "score_steps": lambda scorer, args, note: scorer.score_steps(
-        *args[:4], num_prompt=args[4], num_known=args[5], last=args[6]
-    ),
+    "score_steps": lambda scorer, args, note: scorer.score_steps(args[0]),
     "status": lambda scorer, args, note: scorer.status(),
 }
 

@@ -25,10 +25,10 @@ from headrace.runtime.plan import ProcessPlan
 from headrace.runtime.scoring_meter import ScoringMeter
 from headrace.runtime.scoring_stage import InvalidScore, check_columns
 from headrace.runtime.state import LiveGroup
-from headrace.types import Completion, Episode, ScoreColumn, Task
+from headrace.types import Completion, Episode, ScoreColumn, StepQuestion, Task
 
-PLACES = 2
-"""Questions at the scorer at a time: one that it works on and one that is there when it is done."""
+PLACES = 64
+"""Questions at the scorer at a time; it answers many in one pass."""
 HOPELESS_STEPS = 2
 """Steps in a row below ``abort_below`` after which an attempt is given up."""
 
@@ -126,15 +126,16 @@ class ProcessRewards:
         """The scores of a turn's steps that are not told yet; ``offset`` tokens were sampled in turns before it."""
         ends = split(completion.token_ids, completion.logprobs, self.plan.rule, finished=finished)
         num_known = int(np.searchsorted(ends, self.num_told(live, attempt) - offset, side="right"))
-        scores = await self._scorer.score_steps(
-            f"{live.group}/{attempt}",
-            live.task,
-            np.concatenate([prompt_ids, completion.token_ids]).astype(np.int32),
-            len(prompt_ids) + ends,
+        question = StepQuestion(
+            attempt=f"{live.group}/{attempt}",
+            task=live.task,
+            token_ids=np.concatenate([prompt_ids, completion.token_ids]).astype(np.int32),
             num_prompt=len(prompt_ids),
+            ends=(len(prompt_ids) + ends).astype(np.int32),
             num_known=num_known,
             last=last,
         )
+        scores = await self._scorer.score_steps(question)
         column = self._column(live, attempt, offset + ends[num_known:], scores)
         check_columns(self.name, live.group, (attempt,), (column,))
         return column

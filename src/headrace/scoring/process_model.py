@@ -1,24 +1,23 @@
-"""A process-reward model that reads an attempt while it grows, and never the same token twice.
+"""A process-reward model that reads attempts while they grow, many at a time, and never the same token twice.
 
-In: the tokens of an attempt so far and where its steps end. Out: a score for each step, read at the step's last token
-(or at the marker put behind it). The keys and values of what was read stay here, an attempt at a time, so a new step
-costs its new tokens. They are only a memory: without them (evicted, restarted, tokens that differ) everything is
-read again, counted, with the same result. Incremental and whole readings agree to rounding, which is checked on the
-model at the start: one that looks ahead cannot score steps before the text is finished, and is refused.
+In: questions about the steps of attempts. Out: a score for each step, read at the step's last token (or at the marker
+put behind it). The keys and values of what was read stay here (``remembered_kv``), so a new step costs its new
+tokens. They are only a memory: without them (evicted, restarted, tokens that differ) everything is read again, counted,
+with the same result. Reading in pieces and reading the whole agree to rounding, which is checked on the model at the
+start: one that looks ahead cannot score steps before the text is finished, and is refused.
 
     causal model           p(good) - p(bad) of two tokens, among those two
     classifier, two        p(last label) - p(the others); sequence and token classifiers are read alike
       labels or more
     classifier, one label  its output as it is
 
-Shape legend: F tokens that are read (markers included), N new ones among them, C steps, H hidden size, V labels or
-vocabulary.
+Shape legend: C steps, H hidden size, V labels or vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,15 +27,17 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    DynamicCache,
     PreTrainedModel,
 )
 
 from headrace.errors import ModelError, TaskError
-from headrace.types import Task
+from headrace.scoring.remembered_kv import Reading, read_on
+from headrace.types import StepQuestion
 
 CHUNK_TOKENS = 1024
-"""Tokens read in one pass."""
+"""New tokens of an attempt that are read in one pass."""
+PASS_TOKENS = 2**16
+"""Tokens of all attempts of a pass, their memories and padding included."""
 _PROBE_TOLERANCE = 1e-2
 """Between two ways of reading the same tokens: rounding in bfloat16 is far below, looking ahead is far above."""
 _LOADERS: dict[str, Any] = {
@@ -69,17 +70,6 @@ def kv_tokens_in(model: PreTrainedModel, num_bytes: int) -> int:
     return max(1, num_bytes // (2 * config.num_hidden_layers * num_heads * width * item_bytes))
 
 
-@dataclass(slots=True)
-class _Reading:
-    """What is remembered of one attempt."""
-
-    cache: DynamicCache
-    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """int32 [F], what the cache holds."""
-    scores: list[float] = field(default_factory=list)
-    """Of the steps read so far."""
-
-
 class ProcessModel:
     def __init__(
         self,
@@ -98,86 +88,76 @@ class ProcessModel:
         self._kv_tokens = kv_tokens
         self._marker = np.array(marker, dtype=np.int32)
         self._vocab_size = model.get_input_embeddings().weight.shape[0]
-        self._readings: OrderedDict[str, _Reading] = OrderedDict()
+        self._readings: OrderedDict[str, Reading] = OrderedDict()
         self._counters = {"read_tokens": 0, "reused_tokens": 0, "recomputed_tokens": 0, "evictions": 0}
         self._refuse_looking_ahead()
 
     def counters(self) -> dict[str, float]:
         return {**self._counters, "held_tokens": self._num_held, "held_attempts": len(self._readings)}
 
-    @property
-    def _num_held(self) -> int:
-        return sum(len(reading.token_ids) for reading in list(self._readings.values()))
-
     @torch.inference_mode()
-    def score(
-        self,
-        attempt: str,
-        task: Task,
-        token_ids: np.ndarray,
-        ends: np.ndarray,
-        *,
-        num_prompt: int = 0,
-        num_known: int = 0,
-        last: bool = False,
-    ) -> np.ndarray:
-        """float32 [C - num_known]. ``ends``: int [C], where the steps end in ``token_ids``. The task and where its
-        prompt ends make no difference to a model, which reads tokens."""
-        read, rows = self._with_markers(np.asarray(token_ids, dtype=np.int32), ends)
-        reading = self._readings.pop(attempt, None)
-        if reading is None or not self._continues(reading, read, len(rows)):
-            if num_known or reading is not None:
-                self._counters["recomputed_tokens"] += (
-                    int(rows[num_known - 1]) + 1 if num_known else len(read)
-                )
-            reading = _Reading(DynamicCache(config=self._model.config))
-        self._counters["reused_tokens"] += len(reading.token_ids)
-        self._read(reading, read, rows)
-        if not last:
-            self._readings[attempt] = reading
-            self._evict()
-        return np.array(reading.scores[num_known:], dtype=np.float32)
+    def score(self, questions: Sequence[StepQuestion]) -> list[np.ndarray | Exception]:
+        """For each question float32 [C - num_known], or why it has none."""
+        readings: dict[int, Reading] = {}
+        faults: dict[int, Exception] = {}
+        for i, question in enumerate(questions):
+            try:
+                readings[i] = self._opened(question)
+            except TaskError as error:
+                faults[i] = error
+        pending = [reading for reading in readings.values() if reading.num_new]
+        while pending:
+            self._read(_fitting(pending))
+            pending = [reading for reading in pending if reading.num_new]
+        for i, reading in readings.items():
+            if not questions[i].last:
+                self._readings[questions[i].attempt] = reading
+        self._evict()
+        return [
+            faults[i] if i in faults else np.array(readings[i].scores[q.num_known :], dtype=np.float32)
+            for i, q in enumerate(questions)
+        ]
+
+    def _opened(self, question: StepQuestion) -> Reading:
+        """What is remembered of the attempt, or a fresh start, with what is to be read."""
+        text, rows = self._with_markers(question.token_ids, question.ends)
+        reading = self._readings.pop(question.attempt, None)
+        if reading is None or not reading.is_start_of(text, len(rows)):
+            if question.num_known or reading is not None:
+                known = int(rows[question.num_known - 1]) + 1 if question.num_known else len(text)
+                self._counters["recomputed_tokens"] += known
+            reading = Reading()
+        self._counters["reused_tokens"] += reading.num_read
+        self._counters["read_tokens"] += len(text) - reading.num_read
+        reading.text, reading.rows = text, rows
+        return reading
 
     def _with_markers(self, token_ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is read up to the last step's end, int32 [F], and the rows at which steps are, int64 [C]."""
+        """What is read up to the last step's end (int32), and the rows at which steps are judged (int64 [C])."""
         ends = np.asarray(ends, dtype=np.int64)
-        end = int(ends[-1]) if len(ends) else 0
-        if end and int(token_ids[:end].max()) >= self._vocab_size:
+        token_ids = np.asarray(token_ids, dtype=np.int32)[: int(ends[-1]) if len(ends) else 0]
+        if len(token_ids) and int(token_ids.max()) >= self._vocab_size:
             raise TaskError(
-                f"scoring.process: token {int(token_ids[:end].max())} is beyond the model's vocabulary of "
+                f"scoring.process: token {int(token_ids.max())} is beyond the model's vocabulary of "
                 f"{self._vocab_size}; use a process-reward model with the policy's tokenizer"
             )
-        places = np.repeat(ends, len(self._marker))
-        read = np.insert(token_ids[:end], places, np.tile(self._marker, len(ends)))
-        return read.astype(np.int32), ends + np.arange(1, len(ends) + 1) * len(self._marker) - 1
+        markers = np.tile(self._marker, len(ends))
+        text = np.insert(token_ids, np.repeat(ends, len(self._marker)), markers).astype(np.int32)
+        return text, ends + np.arange(1, len(ends) + 1) * len(self._marker) - 1
 
-    @staticmethod
-    def _continues(reading: _Reading, read: np.ndarray, num_steps: int) -> bool:
-        known = len(reading.token_ids)
-        same = known <= len(read) and np.array_equal(reading.token_ids, read[:known])
-        return same and len(reading.scores) <= num_steps
-
-    def _read(self, reading: _Reading, read: np.ndarray, rows: np.ndarray) -> None:
-        """Bring a reading up to the last step's end."""
-        for start in range(len(reading.token_ids), len(read), CHUNK_TOKENS):
-            stop = min(start + CHUNK_TOKENS, len(read))
-            hidden_NH = self._forward(read[start:stop], start, reading.cache)
-            steps = rows[len(reading.scores) :]
-            here = steps[steps < stop] - start
-            if len(here):
-                reading.scores += self._values(hidden_NH[torch.from_numpy(here).to(hidden_NH.device)])
-        self._counters["read_tokens"] += len(read) - len(reading.token_ids)
-        reading.token_ids = read
-
-    def _forward(self, token_ids: np.ndarray, start: int, cache: DynamicCache) -> torch.Tensor:
-        device = self._model.device
-        ids_1N = torch.from_numpy(token_ids.astype(np.int64)).to(device)[None]
-        places_1N = torch.arange(start, start + len(token_ids), device=device)[None]
-        output = self._backbone(
-            input_ids=ids_1N, position_ids=places_1N, past_key_values=cache, use_cache=True
-        )
-        hidden_NH: torch.Tensor = output.last_hidden_state[0]
-        return hidden_NH
+    def _read(self, readings: Sequence[Reading]) -> None:
+        """One pass over the next tokens of every reading."""
+        starts = [reading.num_read for reading in readings]
+        hidden = read_on(self._backbone, readings, CHUNK_TOKENS)
+        judged_CH, owners = [], []
+        for reading, start, hidden_NH in zip(readings, starts, hidden, strict=True):
+            open_rows = reading.rows[len(reading.scores) :]
+            here = open_rows[open_rows < reading.num_read] - start
+            judged_CH.append(hidden_NH[torch.from_numpy(here).to(hidden_NH.device)])
+            owners += [reading] * len(here)
+        if owners:
+            for reading, value in zip(owners, self._values(torch.cat(judged_CH)), strict=True):
+                reading.scores.append(value)
 
     def _values(self, hidden_CH: torch.Tensor) -> list[float]:
         logits_CV = self._head(hidden_CH).float()
@@ -189,31 +169,49 @@ class ProcessModel:
             return logits_CV[:, 0].tolist()
         return (2.0 * torch.softmax(logits_CV, dim=-1)[:, -1] - 1.0).tolist()
 
+    @property
+    def _num_held(self) -> int:
+        return sum(reading.num_read for reading in list(self._readings.values()))
+
     def _evict(self) -> None:
         """The attempts that were read longest ago make room."""
-        while self._num_held > self._kv_tokens and self._readings:
+        while self._readings and self._num_held > self._kv_tokens:
             self._readings.popitem(last=False)
             self._counters["evictions"] += 1
 
     @torch.inference_mode()
     def _refuse_looking_ahead(self) -> None:
-        probe = np.arange(12, dtype=np.int32) % self._vocab_size
-        whole = self._forward(probe, 0, DynamicCache(config=self._model.config))
-        cache = DynamicCache(config=self._model.config)
-        parts = torch.cat([self._forward(probe[:5], 0, cache), self._forward(probe[5:], 5, cache)])
-        gap = float((whole - parts).float().abs().max() / whole.float().abs().max().clamp(min=1.0))
-        if not gap <= _PROBE_TOLERANCE:
+        """Also reads two texts of different lengths side by side, as passes do."""
+        probe = np.arange(1, 13, dtype=np.int32) % self._vocab_size
+        (whole,) = read_on(self._backbone, [Reading(text=probe)], len(probe))
+        pieces, other = Reading(text=probe), Reading(text=probe[:3])
+        first, _ = read_on(self._backbone, [pieces, other], 5)
+        (second,) = read_on(self._backbone, [pieces], len(probe))
+        gap = float((whole - torch.cat([first, second])).float().abs().max())
+        if not gap <= _PROBE_TOLERANCE * max(1.0, float(whole.float().abs().max())):
             raise ModelError(
                 f"scoring.process: {type(self._model).__name__} reads a text in two parts differently from the whole "
                 f"(by {gap:.2g}), so it cannot score steps while they are sampled; give a model with causal attention"
             )
 
 
+def _fitting(readings: Sequence[Reading]) -> list[Reading]:
+    """As many of the shortest memories as fit into a pass; like lengths side by side need little padding."""
+    ordered = sorted(readings, key=lambda reading: reading.num_read)
+    chosen: list[Reading] = []
+    width = 0
+    for reading in ordered:
+        width = max(width, reading.num_read + min(reading.num_new, CHUNK_TOKENS))
+        if chosen and width * (len(chosen) + 1) > PASS_TOKENS:
+            break
+        chosen.append(reading)
+    return chosen
+
+
 def _head(model: PreTrainedModel, pair: tuple[int, int] | None) -> Any:
     vocabulary = model.get_output_embeddings()
-    is_causal = vocabulary is not None
+    is_causal, name = vocabulary is not None, type(model).__name__
     if is_causal != (pair is not None):
-        name = type(model).__name__
         wants = "needs the two tokens that mean good and bad: write PATH?good=+&bad=-"
         has = "has labels of its own: leave good and bad out"
         raise ModelError(f"scoring.process: {name} {wants if is_causal else has}")
@@ -222,7 +220,7 @@ def _head(model: PreTrainedModel, pair: tuple[int, int] | None) -> Any:
     head = getattr(model, "score", None) or getattr(model, "classifier", None)
     if head is None:
         raise ModelError(
-            f"scoring.process: {type(model).__name__} has neither a score nor a classifier layer; give a function of "
-            "your own (module:function)"
+            f"scoring.process: {name} has neither a score nor a classifier layer; give a function of your own "
+            "(module:function)"
         )
     return head

@@ -38,14 +38,18 @@ class ScriptedSteps:
         """(attempt, where the step ends), for every score given."""
         self.num_tokens = 0
 
-    async def score_steps(self, attempt, task, token_ids, ends, *, num_prompt, num_known, last):
+    async def score_steps(self, question):
         async with self._working:
-            new = len(token_ids) - self._seen.get(attempt, 0)
+            new = len(question.token_ids) - self._seen.get(question.attempt, 0)
             self.num_tokens += new
             await asyncio.sleep(self._seconds + self._token_s * new)
-        self._seen[attempt] = len(token_ids)
-        self.asked += [(attempt, int(end) - num_prompt) for end in ends[num_known:]]
-        return self.answer(token_ids, ends, num_prompt, num_known)
+        self._seen[question.attempt] = len(question.token_ids)
+        self.note(question)
+        return self.answer(question.token_ids, question.ends, question.num_prompt, question.num_known)
+
+    def note(self, question):
+        new = question.ends[question.num_known :] - question.num_prompt
+        self.asked += [(question.attempt, int(end)) for end in new]
 
     def answer(self, token_ids, ends, num_prompt, num_known):
         borders = [num_prompt, *ends.tolist()]
@@ -146,9 +150,9 @@ def test_most_steps_are_judged_before_their_attempt_ends_and_cost_their_new_toke
     beside = []
 
     class Watching(ScriptedSteps):
-        async def score_steps(self, attempt, task, token_ids, ends, **rest):
-            beside.append((len(ends) - rest["num_known"], rest["last"]))
-            return await super().score_steps(attempt, task, token_ids, ends, **rest)
+        async def score_steps(self, question):
+            beside.append((len(question.ends) - question.num_known, question.last))
+            return await super().score_steps(question)
 
     _, trainer, _, steps = run(tmp_path, process_plan(), Watching)
     early = sum(count for count, last in beside if not last)
@@ -207,10 +211,10 @@ def test_a_scorer_at_fault_leaves_the_outcome_and_is_named(tmp_path, scorer, why
 class Hopeless(ScriptedSteps):
     """Despises the first attempt of every group."""
 
-    async def score_steps(self, attempt, task, token_ids, ends, *, num_prompt, num_known, last):
-        self.asked += [(attempt, int(end) - num_prompt) for end in ends[num_known:]]
-        value = -1.0 if attempt.endswith("/0") else 1.0
-        return np.full(len(ends) - num_known, value, np.float32)
+    async def score_steps(self, question):
+        self.note(question)
+        value = -1.0 if question.attempt.endswith("/0") else 1.0
+        return np.full(len(question.ends) - question.num_known, value, np.float32)
 
 
 @pytest.mark.parametrize("mode", ["never", "abort", "drain"])
