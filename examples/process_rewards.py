@@ -1,11 +1,12 @@
-"""Process rewards while attempts are still sampled: a tiny model spells backwards, a tiny judge reads along.
+"""Process rewards while attempts are still sampled: a tiny model learns to count on, a tiny judge reads along.
 
     python examples/process_rewards.py
 
-The judge is a token classifier over the same characters, trained here on right and wrong spellings: after every two
-letters it says how likely the word is right so far. It runs in a process of its own, keeps its keys and values by
-attempt, and its scores shape the advantages of single tokens. At the end the journal is read again: every score that
-was given on the way is compared with that of a judge that sees the whole text at once.
+The task is to go on through the letters, round and round (``c>`` asks for ``defghabc...``). The judge is a token
+classifier over the same characters, trained here on right and wrong answers: every six letters it says how likely it
+is that all of them are right so far. It runs in a process of its own, keeps its keys and values by attempt, and its
+scores shape the advantages of single tokens. At the end the journal is read again: every score that was given on the
+way is compared with that of a judge that sees the whole text at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers import LlamaConfig, LlamaForTokenClassification
 
 import headrace
 from headrace.data.char_tokenizer import make_char_tokenizer
+from headrace.data.rendering import Renderer
 from headrace.data.steps import step_borders
 from headrace.models.loading import make_tiny_model
 from headrace.runtime.journal import read
@@ -26,13 +28,15 @@ from headrace.runtime.state import RunState
 from headrace.scoring.process_model import ProcessModel, load_process_model
 from headrace.types import StepQuestion
 
-LETTERS, LENGTH = "abcdef", 6
-POLICY, JUDGE = Path("runs/process-model"), Path("runs/process-judge")
+LETTERS, LENGTH = "abcdefgh", 24
+POLICY, STARTED, JUDGE = (Path("runs") / f"process-{name}" for name in ("model", "started", "judge"))
 draw = random.Random(0)
 
 
-def word() -> str:
-    return "".join(draw.choices(LETTERS, k=LENGTH))
+def row() -> dict[str, str]:
+    start = draw.randrange(len(LETTERS))
+    answer = [LETTERS[(start + i) % len(LETTERS)] for i in range(1, LENGTH + 1)]
+    return {"prompt": f"{LETTERS[start]}>", "answer": "".join(answer)}
 
 
 def letters_right(completions: list[str], answer: list[str]) -> list[float]:
@@ -42,26 +46,25 @@ def letters_right(completions: list[str], answer: list[str]) -> list[float]:
     ]
 
 
-def make_judge(vocab_size: int, *, steps: int = 400) -> None:
+def make_judge(vocab_size: int, *, steps: int = 150) -> None:
     """Learns to tell, at every letter of an answer, whether all letters so far are right."""
-    ids = {letter: i for i, letter in enumerate("????" + LETTERS + ">") if letter != "?"}
+    renderer = Renderer.from_directory(JUDGE)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, num_labels=2, classifier_dropout=0.0,
+        max_position_embeddings=64, num_labels=2, classifier_dropout=0.0, initializer_range=0.1,
     )  # fmt: skip
     torch.manual_seed(0)
     judge = LlamaForTokenClassification(config)
-    optimizer = torch.optim.AdamW(judge.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(judge.parameters(), lr=3e-3)
     for _ in range(steps):
-        rows, labels = [], []
-        for _ in range(64):
-            asked = word()
-            right = asked[::-1]
-            said = "".join(c if draw.random() < 0.85 else draw.choice(LETTERS) for c in right)
-            rows.append([ids[c] for c in f"{asked}>{said}"])
+        texts, labels = [], []
+        for task in (row() for _ in range(32)):
+            right = task["answer"]
+            said = "".join(c if draw.random() < 0.95 else draw.choice(LETTERS) for c in right)
+            texts.append(renderer.encode(task["prompt"] + said))
             so_far = [int(said[: i + 1] == right[: i + 1]) for i in range(LENGTH)]
-            labels.append([-100] * (LENGTH + 1) + so_far)
-        loss = judge(torch.tensor(rows), labels=torch.tensor(labels)).loss
+            labels.append([-100] * len(task["prompt"]) + so_far)
+        loss = judge(torch.tensor(np.array(texts, np.int64)), labels=torch.tensor(labels)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -96,20 +99,26 @@ if __name__ == "__main__":
     make_char_tokenizer(JUDGE, LETTERS + ">")
     make_tiny_model(POLICY, vocab_size=vocab_size, context_tokens=64)
     make_judge(vocab_size)
+    examples = [row() for _ in range(200)]
+    headrace.warm_start(
+        model=POLICY, examples=examples, output=STARTED, steps=30, batch_size=32, learning_rate=3e-3
+    )
     result = headrace.train(
-        model=POLICY,
-        tasks=[{"prompt": f"{w}>", "answer": w[::-1]} for w in (word() for _ in range(2000))],
+        model=STARTED,
+        tasks=[row() for _ in range(2000)],
         reward=letters_right,
         settings={
-            "run.steps": 60,
+            "run.steps": 40,
             "run.checkpoint_every": 0,
             "rollout.group_size": 8,
-            "rollout.groups_per_step": 4,
+            "rollout.groups_per_step": 8,
             "rollout.max_tokens": LENGTH,
+            "rollout.max_lag": 2,
+            "engine.max_running": 192,
             "trainer.learning_rate": 1e-3,
             "trainer.betas": [0.9, 0.95],
             "scoring.process": str(JUDGE),
-            "scoring.steps": "tokens:2",
+            "scoring.steps": "tokens:6",
             "scoring.form": "potential",
             "scoring.weight": 0.5,
             "scoring.deadline_s": 5.0,

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from headrace.timekeeping import TimeLedger
+from headrace.timekeeping import SCORING_ACTIVITIES, TimeLedger
 from headrace.types import RoleStatus
 
-HIDDEN, EXPOSED, IDLE = "scoring-hidden", "scoring-exposed", "idle-no-work"
+HIDDEN, EXPOSED, IDLE = SCORING_ACTIVITIES
 
 
 class ScoringMeter:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._ledger = TimeLedger((HIDDEN, EXPOSED, IDLE), start=IDLE, clock=clock)
+        self._ledger = TimeLedger(SCORING_ACTIVITIES, start=IDLE, clock=clock)
         self._num_generating = 0
         self._num_asking = 0
         self._num_answered = 0
@@ -77,9 +77,3 @@ class ScoringMeter:
         self._num_asking += asking
         busy = HIDDEN if self._num_generating else EXPOSED
         self._ledger.switch(busy if self._num_asking else IDLE)
-
-
-def hidden_share(seconds: Mapping[str, float]) -> float:
-    """Of the time spent on scores, the share that generation hid; 1 where none was spent."""
-    hidden, exposed = seconds.get(HIDDEN, 0.0), seconds.get(EXPOSED, 0.0)
-    return hidden / (hidden + exposed) if hidden + exposed > 0 else 1.0

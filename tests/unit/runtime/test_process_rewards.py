@@ -18,9 +18,9 @@ from headrace.algos.process import token_advantages
 from headrace.data.steps import StepRule, split
 from headrace.engines.scripted import ScriptedEngine, hashed_script
 from headrace.errors import RoleError
+from headrace.observe.verdict import hidden_share
 from headrace.plan import virtual_clock
 from headrace.runtime.plan import ProcessPlan
-from headrace.runtime.scoring_meter import hidden_share
 from headrace.trainers.scripted import ScriptedTrainer
 from headrace.types import RoleStatus
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from headrace.engines.scripted import ScriptedEngine, hashed_script
 from headrace.errors import RoleError
+from headrace.observe.verdict import hidden_share
 from headrace.plan import virtual_clock
-from headrace.runtime.scoring_meter import hidden_share
 from headrace.trainers.scripted import ScriptedTrainer
 from headrace.types import ScoreColumn
 
