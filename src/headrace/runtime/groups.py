@@ -27,7 +27,7 @@ from headrace.runtime.plan import RunPlan
 from headrace.runtime.process_rewards import ProcessRewards
 from headrace.runtime.rollout import Interrupted, RolloutClient, run_attempt
 from headrace.runtime.router import Router
-from headrace.runtime.scoring_stage import ScoringStage
+from headrace.runtime.scoring_stage import Missing, ScoringStage
 from headrace.runtime.state import LiveGroup
 from headrace.types import DropReason, Episode, EpisodeGroup
 
@@ -61,6 +61,7 @@ class GroupRunner:
         self._on_fatal = on_fatal
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
+        self._settling: dict[int, asyncio.Task[list[Missing]]] = {}
         self._ending: dict[int, DropReason] = {}
         self._paused = False
 
@@ -101,6 +102,9 @@ class GroupRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _abort(self, group: int) -> None:
+        """Engines hand back what they have; scores are not waited for any longer."""
+        if group in self._settling:
+            self._settling[group].cancel()
         task = asyncio.create_task(self._router.abort(group))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
@@ -178,9 +182,17 @@ class GroupRunner:
         self._scoring.attempt_ended(live, attempt)
 
     async def _score(self, live: LiveGroup, episodes: tuple[Episode, ...]) -> None:
-        missing = await self._scoring.settle(live)
+        settling = asyncio.create_task(self._scoring.settle(live), name=f"scores of group {live.group}")
+        self._settling[live.group] = settling
+        try:
+            # Its deadlines are the sources' own.
+            await asyncio.wait({settling})
+        finally:
+            del self._settling[live.group]
+            settling.cancel()
         if live.group in self._ending or self._paused:
             raise Interrupted
+        missing = settling.result()
         returns = [
             weighted_return(live.rewards(e.attempt), self._plan.reward_weights) + self._overlong(e)
             for e in episodes

@@ -154,6 +154,9 @@ def check_columns(source: str, group: int, attempts: Sequence[int], columns: Seq
             wrong = f"{column.source} of {column.group}/{column.attempt}"
             raise InvalidScore(f"{source} was asked about {group}/{attempt} and answered as {wrong}")
         where = f"{source} of attempt {group}/{attempt}"
+        rewards = [value for value in column.rewards.values() if value is not None]
+        if not np.isfinite(rewards).all():
+            raise InvalidScore(f"{where}: a reward is not finite ({dict(column.rewards)})")
         ends, scores = column.step_ends, column.step_scores
         if ends is not None and (scores is None or len(scores) != len(ends)):
             raise InvalidScore(

@@ -219,6 +219,30 @@ def test_a_required_score_that_is_late_drops_its_group_and_says_so(tmp_path):
     assert "waited 3 s for teacher" in drop["detail"]
 
 
+def test_a_reward_that_is_no_number_drops_its_group_and_is_named(tmp_path):
+    class Odd(ParityScorer):
+        async def score(self, task, episodes):
+            rewards = await super().score(task, episodes)
+            return [{"even": float("nan")} if task.id == "4" else r for r in rewards]
+
+    _, _, sink = run(tmp_path, make_plan(), Teacher(), scorer=Odd)
+    (drop,) = sink.of("drop")
+    assert (drop["group"], drop["reason"]) == (4, "failed")
+    assert "a reward is not finite ({'even': nan})" in drop["detail"]
+
+
+def test_a_group_that_grows_too_old_is_replaced_at_once_though_its_scores_are_still_awaited(tmp_path):
+    class Slow(ParityScorer):
+        async def score(self, task, episodes):
+            await asyncio.sleep(500.0 if task.id == "1" else 0.0)
+            return await super().score(task, episodes)
+
+    pipeline, trainer, sink = run(tmp_path, make_plan(staleness="drop", steps=8), Teacher(), scorer=Slow)
+    assert (sink.of("drop")[0]["group"], sink.of("drop")[0]["reason"]) == (1, "stale")
+    assert trainer.step_at[-1] < 50.0
+    pipeline.state.ledger.check()
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(lives=st.lists(st.floats(0.0, 2.0), max_size=4), policy=st.sampled_from(["pace", "drop"]))
 def test_what_is_in_the_journal_is_not_asked_for_again(lives, policy):
