@@ -12,6 +12,9 @@ from headrace.protocols import Cluster, Engine, Sink, StepScorer
 from headrace.runtime.state import RunState
 from headrace.types import RoleStatus, StepResult
 
+PROCESS_STATUS_S = 2.0
+"""How long a report waits for a role that the run can do without."""
+
 
 class Reporter:
     def __init__(
@@ -25,12 +28,13 @@ class Reporter:
         scoring: Callable[[], RoleStatus] | None = None,
         process: StepScorer | None = None,
     ) -> None:
-        """``scoring`` tells where the scoring stage's time went; None: nobody asks. ``process`` may die without
-        ending the run, and is then missing here too."""
+        """``scoring`` tells where the scoring stage's time went; None: nobody asks. ``process`` may hang or die without
+        ending the run: what it said last stands."""
         self._state = state
         self._cluster = cluster
         self._sink = sink
         self._process = process
+        self._process_said: list[RoleStatus] = []
         self._own = [status for status in (scoring, own_status) if status is not None]
         self._engines = (*cluster.engines, reference) if reference is not None else tuple(cluster.engines)
         self._clock = asyncio.get_running_loop().time
@@ -46,9 +50,12 @@ class Reporter:
         if self._process is None:
             return []
         try:
-            return [await self._process.status()]
-        except RoleError:
-            return []
+            async with asyncio.timeout(PROCESS_STATUS_S):
+                self._process_said = [await self._process.status()]
+        except (RoleError, TimeoutError):
+            # Its own calls are counted as missing scores, with the reason.
+            pass
+        return self._process_said
 
     def start(self) -> None:
         """Speed is counted from here."""

@@ -80,6 +80,11 @@ class Dead(ScriptedSteps):
         raise RoleError("process died (killed by SIGKILL)")
 
 
+class Hanging(ScriptedSteps):
+    async def status(self):
+        await asyncio.sleep(1e6)
+
+
 class RecordingTrainer(ScriptedTrainer):
     def __init__(self, **options):
         super().__init__(**options)
@@ -208,6 +213,12 @@ def test_a_scorer_at_fault_leaves_the_outcome_and_is_named(tmp_path, scorer, why
             np.testing.assert_allclose(sample.advantages[sample.loss_mask], advantage)
 
 
+def test_a_scorer_that_does_not_say_how_it_is_holds_nothing_up(tmp_path):
+    pipeline, trainer, _, _ = run(tmp_path, process_plan(), Hanging)
+    assert pipeline.state.step == 6
+    assert np.diff(trainer.step_at).max() < 2.0
+
+
 class Hopeless(ScriptedSteps):
     """Despises the first attempt of every group."""
 
@@ -233,6 +244,43 @@ def test_hopeless_attempts_are_sampled_no_further_and_trained_as_they_are(tmp_pa
     assert sink.of("step")[-1]["given_up"] >= 6
     assert pipeline.state.missing_scores == {}
     pipeline.state.ledger.check()
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(lives=st.lists(st.floats(0.0, 1.5), max_size=4), mode=st.sampled_from(["never", "abort"]))
+def test_what_was_given_up_stays_given_up_through_any_number_of_deaths(lives, mode):
+    plan = process_plan(plan={"abort_below": 0.0}, steps=3, interrupt=mode)
+
+    async def one_life(run_dir, life_s):
+        pipeline = make_pipeline(
+            run_dir,
+            plan,
+            engines=[ScriptedEngine(script=lambda r: np.arange(60, dtype=np.int32), token_s=0.01)],
+            environment=OneTurn(max_tokens=64),
+            trainer=(trainer := RecordingTrainer()),
+            process=Hopeless(),
+        )
+        task = asyncio.ensure_future(pipeline.run())
+        done, _ = await asyncio.wait({task}, timeout=life_s)
+        if done:
+            return task.result(), trainer
+        pipeline._journal.flush = lambda: None
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return None, trainer
+
+    samples = {}
+    with tempfile.TemporaryDirectory() as name:
+        for life_s in (*lives, None):
+            state, trainer = virtual_clock.run(one_life(Path(name), life_s))
+            samples |= trainer.samples
+            if state is not None:
+                break
+    assert state.num_given_up == 3 * 2
+    assert state.missing_scores == {}
+    state.ledger.check()
+    lengths = {key: sample.num_loss_tokens for key, sample in samples.items()}
+    assert all(n == 60 if attempt else n <= 20 for (_, attempt), n in lengths.items())
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
