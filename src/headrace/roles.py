@@ -72,11 +72,14 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
     from headrace.trainers.driver import TrainerDriver
     from headrace.trainers.ranks import ALONE
     from headrace.trainers.torch_trainer import TorchTrainer
+    from headrace.weights.gpu_segments import grow_segments
 
     ledger = TimeLedger(TRAINER_ACTIVITIES)
     settings = from_dict(told["settings"])
     t, a, place = settings.trainer, settings.algo, build.device(settings.model.device)
-    ranks = ALONE if t.ranks == 1 and not t.offload else _join_ranks(told, settings, place)
+    if _grows(told, settings):
+        grow_segments()
+    ranks = ALONE if t.ranks == 1 and t.offload != "all" else _join_ranks(told, settings, place)
     model = _trained_model(told, settings, first=ranks.is_first, device="cpu" if ranks.device else place)
     core = TorchTrainer(
         model,
@@ -198,6 +201,11 @@ def _trained_model(told: Mapping[str, Any], settings: Settings, *, first: bool, 
     return model
 
 
+def _grows(told: Mapping[str, Any], settings: Settings) -> bool:
+    """Whether a trainer takes its memory in segments that grow: in a process of its own, which no engine shares."""
+    return bool(told["threaded"]) and build.device(settings.model.device) == "cuda"
+
+
 def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSender:
     from headrace.models.checkpoint_names import CheckpointNamed
 
@@ -209,6 +217,7 @@ def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSe
         num_receivers=settings.engine.count,
         # Before the engines' own deadline, which ends the run: a broadcast that failed can be made good.
         deadline_s=settings.weights.deadline_s / 2,
+        growing_segments=_grows(told, settings),
     )
     return CheckpointNamed(sender, model) if way.transport == "files" else sender
 

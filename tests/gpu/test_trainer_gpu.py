@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import Gemma2Config, PreTrainedModel, Qwen2Config
 
 from headrace.bench.shapes import build_random_model
 from headrace.bench.train import Workload, random_samples
 from headrace.data.packing import pack
+from headrace.memory.architecture import examine
 from headrace.models.packed_attention import use_packed_attention
 from headrace.models.shared_prefix import segment_attention, segment_bounds
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
@@ -21,6 +23,8 @@ from headrace.trainers.blocks import DecoderBlocks
 from headrace.trainers.head import add_head_weight_gradient, head_input_gradient, head_logits
 from headrace.trainers.logprobs import row_tensors, token_logprobs
 from headrace.trainers.master_weights import MasterWeights
+from headrace.trainers.placement import Offload
+from headrace.trainers.streamed_adamw import StreamedAdamW
 from headrace.trainers.torch_trainer import TorchTrainer
 from headrace.types import TrainBatch
 
@@ -135,7 +139,7 @@ def test_values_and_gradients_follow_the_float32_reference(family: str, share: b
     blocks = DecoderBlocks(reference.policy, compiled=compiled)
     for num_recomputed in (0, 2):
         blocks.num_recomputed = num_recomputed
-        found, _ = token_logprobs(reference.policy, tensors)
+        found, _ = reference.logprobs(tensors)
         (found * weights).sum().backward()
         assert float((found - right).abs().mean()) < 0.02
         for name, parameter in model.named_parameters():
@@ -152,7 +156,8 @@ class NoSender:
     def close(self) -> None: ...
 
 
-def test_a_checkpoint_restores_weights_moments_and_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("offload", ["none", "moments"])
+def test_a_checkpoint_restores_weights_moments_and_policy(tmp_path: Path, offload: Offload) -> None:
     samples = random_samples(
         Workload(num_groups=2, group_size=4, prompt_tokens=20, completion_tokens=10), vocab_size=500
     )
@@ -166,6 +171,7 @@ def test_a_checkpoint_restores_weights_moments_and_policy(tmp_path: Path) -> Non
             compute_dtype="bf16",
             learning_rate=1e-3,
             eager=True,
+            offload=offload,
         )
 
     first, second = build(), build()
@@ -183,4 +189,41 @@ def test_a_checkpoint_restores_weights_moments_and_policy(tmp_path: Path) -> Non
     states = zip(first.model.parameters(), second.model.parameters(), strict=True)
     for mine, other in states:
         for key, value in first.optimizer.state[mine].items():
-            assert torch.equal(value, second.optimizer.state[other][key])
+            restored = second.optimizer.state[other][key]
+            assert torch.equal(value, restored)
+            on_host = offload == "moments" and key != "step"
+            assert restored.is_pinned() == value.is_pinned() == on_host and value.is_cuda != on_host
+
+
+def test_streamed_moments_give_the_bits_of_moments_on_the_gpu() -> None:
+    """Pieces outnumber slots, so that each slot is used again while copies are under way."""
+    shapes = [(1000, 333), (4096,), (777, 512), (50,), (2000, 1000)]
+    plain, streamed = ([nn.Parameter(torch.empty(s, device="cuda")) for s in shapes] for _ in range(2))
+    with torch.no_grad():
+        for one, other in zip(plain, streamed, strict=True):
+            other.copy_(one.normal_())
+    first = torch.optim.AdamW(plain, fused=True, lr=0.01, weight_decay=0.1)
+    second = StreamedAdamW(streamed, piece_numel=2**18, lr=0.01, weight_decay=0.1)
+    for _ in range(5):
+        for one, other in zip(plain, streamed, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        first.step()
+        second.step()
+    torch.cuda.synchronize()
+    for one, other in zip(plain, streamed, strict=True):
+        assert torch.equal(one, other)
+        for key, value in first.state[one].items():
+            assert torch.equal(value.cpu(), second.state[other][key].cpu()), key
+
+
+def test_a_compiled_layer_keeps_what_the_plan_says() -> None:
+    config = Qwen2Config(
+        vocab_size=500, hidden_size=256, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = build_random_model(config, device="cuda", dtype=torch.bfloat16)
+    use_packed_attention(model)
+    found = DecoderBlocks(model, compiled=True)._probe()
+    planned = examine(config, torch.bfloat16).compiled
+    assert found == pytest.approx(planned.layers + planned.outside, rel=0.05)

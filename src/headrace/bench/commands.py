@@ -48,6 +48,8 @@ def bench_train(
     shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",
     optimizer: Annotated[bool, typer.Option(help="the optimizer's step too; needs memory for it")] = True,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
+    row_tokens: Annotated[int, typer.Option(min=1, help="trainer.row_tokens")] = 16384,
+    host_moments: Annotated[bool, typer.Option(help="trainer.offload = moments")] = False,
     json_file: JsonFile = None,
     show_traceback: Traceback = False,
 ) -> None:
@@ -55,7 +57,9 @@ def bench_train(
     from headrace.bench import train
 
     _require_gpu("bench train")
-    figures = train.run(shape=shape, repeats=repeats, optimizer=optimizer)
+    figures = train.run(
+        shape=shape, repeats=repeats, optimizer=optimizer, row_tokens=row_tokens, host_moments=host_moments
+    )
     Console().print(train.table(figures))
     write_json(json_file, figures)
 
@@ -66,6 +70,8 @@ def bench_step(
     against: Annotated[str | None, typer.Option(help="trl (with vLLM), run in the same command")] = None,
     max_lag: Annotated[int, typer.Option(min=0)] = 0,
     steps: Annotated[int, typer.Option(min=1)] = 5,
+    row_tokens: Annotated[int, typer.Option(min=1, help="trainer.row_tokens")] = 12288,
+    offload: Annotated[str, typer.Option(help="trainer.offload: none, moments or all")] = "none",
     json_file: JsonFile = None,
     show_traceback: Traceback = False,
 ) -> None:
@@ -73,7 +79,15 @@ def bench_step(
     from headrace.bench import step
 
     _require_gpu("bench step")
-    figures = step.run(shape, against=against, max_lag=max_lag, steps=steps, progress=_tell)
+    figures = step.run(
+        shape,
+        against=against,
+        max_lag=max_lag,
+        steps=steps,
+        row_tokens=row_tokens,
+        offload=offload,
+        progress=_tell,
+    )
     Console().print(step.table(figures))
     write_json(json_file, figures)
 

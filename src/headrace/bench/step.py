@@ -83,6 +83,7 @@ def run(
     max_lag: int = 0,
     steps: int = 5,
     row_tokens: int = 12288,
+    offload: str = "none",
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """All figures as plain numbers by side; ``steps`` are measured after the settling ones."""
@@ -93,7 +94,7 @@ def run(
         model = Path(made) / "model"
         progress(f"writing a random {shape}")
         vocab_size = write_checkpoint(model, shape)
-        settings = _settings(model, workload, max_lag, steps, row_tokens)
+        settings = _settings(model, workload, max_lag, steps, row_tokens, offload)
         with MemoryWatch() as memory, asyncio.Runner(loop_factory=ControllerLoop) as runner:
             environment = FixedLength(workload, vocab_size)
             times = runner.run(_train(settings, Path(made) / "run", environment, progress))
@@ -101,6 +102,8 @@ def run(
             "shape": shape,
             **asdict(workload),
             "max_lag": max_lag,
+            "row_tokens": row_tokens,
+            "offload": offload,
             "headrace": {**_steady(times), "peak_bytes": memory.peak_bytes},
         }
         progress(_told("headrace", figures["headrace"]))
@@ -183,7 +186,9 @@ def write_checkpoint(directory: Path, shape: str) -> int:
     return vocab_size
 
 
-def _settings(model: Path, workload: StepWorkload, max_lag: int, steps: int, row_tokens: int) -> Settings:
+def _settings(
+    model: Path, workload: StepWorkload, max_lag: int, steps: int, row_tokens: int, offload: str
+) -> Settings:
     return from_dict(
         {
             "run.steps": steps + _SETTLING_STEPS,
@@ -200,6 +205,7 @@ def _settings(model: Path, workload: StepWorkload, max_lag: int, steps: int, row
             "engine.kv_tokens": _kv_tokens(workload, max_lag),
             "trainer.learning_rate": 1e-6,
             "trainer.row_tokens": row_tokens,
+            "trainer.offload": offload,
         }
     )
 

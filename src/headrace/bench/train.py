@@ -62,6 +62,7 @@ def run(
     optimizer: bool = True,
     sharing: Sequence[bool] = (False, True),
     eager: bool = False,
+    host_moments: bool = False,
     device: str = "cuda",
 ) -> dict[str, Any]:
     """All figures as plain numbers. Without ``optimizer`` only forward and backward are run, which leaves
@@ -73,7 +74,7 @@ def run(
         model = create_random_model(shape, device=device)
         case = measure(
             model, workload, row_tokens=row_tokens, repeats=repeats, optimizer=optimizer, share=share,
-            eager=eager,
+            eager=eager, host_moments=host_moments,
         )  # fmt: skip
         case["mfu"] = case["model_flops"] / case["forward_backward_s"] / rate
         cases.append(case)
@@ -100,6 +101,7 @@ def measure(
     optimizer: bool,
     share: bool,
     eager: bool = False,
+    host_moments: bool = False,
 ) -> dict[str, Any]:
     """The figures of one model, which is used up."""
     on_gpu = model.device.type == "cuda"
@@ -107,7 +109,8 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     trainer = TorchTrainer(
         model, sender=NoSender(), ledger=TimeLedger(TRAINER_ACTIVITIES), row_tokens=row_tokens,
-        compute_dtype="bf16", share_prefixes=share, eager=eager,
+        compute_dtype="bf16", share_prefixes=share, eager=eager, 
+        offload="moments" if host_moments else "none",
     )  # fmt: skip
     samples = random_samples(workload, vocab_size=model.get_input_embeddings().num_embeddings)
     rows = pack(samples, row_tokens=row_tokens, share_prefixes=share)
@@ -131,6 +134,7 @@ def measure(
         "forward_backward_runs_s": times,
         "model_flops": model_flops(trainer.policy, rows),
         "num_layers_recomputed": trainer.blocks.num_recomputed,
+        "kept_bytes_per_token": trainer.blocks.bytes_per_token,
     }
     if optimizer:
         _, times = timed(lambda: trainer.step(_batch(trainer, samples)), repeats, on_gpu=on_gpu)
@@ -254,12 +258,14 @@ def main() -> None:
     parser.add_argument("--row-tokens", type=int, default=16384)
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--host-moments", action="store_true", help="trainer.offload = moments")
     parser.add_argument("--no-optimizer", action="store_true", help="forward and backward only")
     options = parser.parse_args()
     figures = run(
         shape=options.shape, workload=Workload(num_groups=options.groups), row_tokens=options.row_tokens,
         repeats=options.repeats,
         optimizer=not options.no_optimizer,
+        host_moments=options.host_moments,
     )  # fmt: skip
     print(json.dumps(figures, indent=1))
 

@@ -83,6 +83,11 @@ def _ranks(s: Settings) -> Iterator[str]:
             f"trainer.ranks is {s.trainer.ranks}, but run.launcher = inline runs everything in one process: set "
             "run.launcher = local, or trainer.ranks = 1."
         )
+    if s.trainer.ranks > 1 and s.trainer.offload == "moments":
+        yield (
+            f"trainer.offload is moments, which one rank can keep in host memory, but trainer.ranks is "
+            f"{s.trainer.ranks}: set trainer.offload = all or none, or trainer.ranks = 1."
+        )
     if s.trainer.ranks % s.trainer.expert_ranks:
         yield (
             f"trainer.expert_ranks is {s.trainer.expert_ranks}, which does not divide trainer.ranks = "
@@ -189,10 +194,10 @@ def _lora(s: Settings) -> Iterator[str]:
             f"lora.rank is {s.lora.rank}, but a warm start changes the model that the adapter must find again: write "
             "a warm-started model with headrace.warm_start, set model.path to it and leave warm_start out."
         )
-    if s.lora.rank > 0 and (s.trainer.ranks > 1 or s.trainer.offload):
+    if s.lora.rank > 0 and (s.trainer.ranks > 1 or s.trainer.offload != "none"):
         yield (
             f"lora.rank is {s.lora.rank}, but an adapter is trained on one rank, without offload: set "
-            "trainer.ranks = 1 and trainer.offload = false, or lora.rank = 0."
+            "trainer.ranks = 1 and trainer.offload = none, or lora.rank = 0."
         )
     if s.lora.rank == 0 and (s.lora.dora or s.lora.alpha is not None or s.lora.targets != ("all-linear",)):
         yield "lora.rank is 0, which trains the whole model, so the other lora settings do nothing: set it above 0."

@@ -246,8 +246,9 @@ class TrainerSettings(Section):
     expert_ranks: int = Field(1, ge=1)
     """Ranks that divide the experts of a mixture among themselves and exchange tokens, instead of gathering every
     expert on every rank; divides `trainer.ranks` and the number of experts."""
-    offload: bool = False
-    """Keep the trainer's float32 weights and optimizer state in host memory; the update then runs on the CPU."""
+    offload: Literal["none", "moments", "all"] = "none"
+    """What the trainer keeps in host memory: AdamW's moments, which pass through the GPU in every update (one rank),
+    or also the float32 weights, whose update then runs on the CPU."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates each batch is split into."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

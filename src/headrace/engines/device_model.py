@@ -144,7 +144,8 @@ class _Probe:
 def _compile(model: PreTrainedModel) -> None:
     base = model.base_model
     for layer in getattr(base, "layers", ()):
-        layer.compile(dynamic=True)
+        # What is hooked to a layer stays outside, so that all layers share one piece of code.
+        layer.forward = torch.compile(layer.forward, dynamic=True)
     for name in ("norm", "rotary_emb"):
         if isinstance(part := getattr(base, name, None), torch.nn.Module):
             part.compile(dynamic=True)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from headrace.engines.executor import Executor
 from headrace.engines.torch_engine import TorchEngine
+from headrace.models.float_residual import keep_float_residual
 from headrace.models.lora import LoraSpec
 from headrace.timekeeping import TimeLedger
 
@@ -37,6 +38,7 @@ def torch_engine(
     ``lora``: make room for ``num_adapters`` adapters of at most that rank in those layers; the model's own weights
     then stay as they are."""
     assert block_size & (block_size - 1) == 0, "block_size must be a power of two"
+    keep_float_residual(model)
     kind = model.device.type
     max_running, prefill_tokens = usual_sizes(kind, max_running, prefill_tokens)
     sizes: dict[str, Any] = {

@@ -20,6 +20,7 @@ import triton
 
 from headrace.kernels.decode import decode_kernel, join_kernel
 from headrace.kernels.paged_attention import prefill_shape
+from headrace.kernels.pool import padded_dim
 from headrace.kernels.prefix import PART_STEP, prefix_kernel
 from headrace.kernels.shared_prefixes import MAX_MEMBERS, SharedPrefixes
 
@@ -108,13 +109,13 @@ def decode_attention(
     group = num_heads // num_kv_heads
     shared = None if window else shared
     tile, num_warps, num_stages = _decode_shape(key_dim, pool_BSW.dtype, num_spans, shared is not None)
-    values = {"E": value_dim, "E_PAD": triton.next_power_of_2(value_dim)}
+    values = {"E": value_dim, "E_PAD": padded_dim(value_dim)}
     spans = {"WINDOW": window or 0, "SHARED": shared is not None, "MIN_SPAN": _MIN_SPAN}
     heads = {
         "K": num_kv_heads,
         "G": group,
         "D": key_dim,
-        "D_PAD": triton.next_power_of_2(key_dim),
+        "D_PAD": padded_dim(key_dim),
         "S": pool_BSW.shape[1],
         "SOFTCAP": softcap or 0.0,
         "EXACT": pool_BSW.dtype == torch.float32,

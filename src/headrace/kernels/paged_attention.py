@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.pool import padded_dim
 from headrace.kernels.prefill import prefill_kernel
 
 
@@ -117,9 +118,9 @@ def prefill_attention(
         K=num_kv_heads,
         G=group,
         D=key_dim,
-        D_PAD=triton.next_power_of_2(key_dim),
+        D_PAD=padded_dim(key_dim),
         E=value_dim,
-        E_PAD=triton.next_power_of_2(value_dim),
+        E_PAD=padded_dim(value_dim),
         S=pool_BSW.shape[1],
         WINDOW=window or 0,
         SOFTCAP=softcap or 0.0,

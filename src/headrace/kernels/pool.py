@@ -12,7 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+MIN_DIM = 16
+"""Matrix products in a kernel want at least so many terms."""
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def padded_dim(head_dim: int) -> int:
+    """The width a kernel computes a head of this width in."""
+    padded: int = max(triton.next_power_of_2(head_dim), MIN_DIM)
+    return padded
 
 
 @triton.jit

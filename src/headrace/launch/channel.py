@@ -27,6 +27,7 @@ TOKEN_VARIABLE = "HEADRACE_TOKEN"
 _LENGTH = struct.Struct("<Q")
 _READ_AHEAD_BYTES = 4 << 20
 _JOINED_BYTES = 1 << 16  # below this, copying a frame behind its header is cheaper than a second system call
+_MOST_MESSAGES = 64  # in a frame: the other end begins with these while more are being written
 _MAX_HELLO_BYTES = 4096
 _MAX_UNIX_PATH_BYTES = 100
 _HELLO_DEADLINE_S = 10.0
@@ -68,10 +69,12 @@ class Channel:
         if threading.get_ident() != self._thread:
             self._loop.call_soon_threadsafe(self.post, message)
             return
-        # What one turn of the event loop posts travels as one frame: an engine step may finish many requests.
+        # What one turn of the event loop posts travels in few frames: an engine step may finish many requests.
         if len(self._outbox) == 0:
             self._loop.call_soon(self._flush)
         self._outbox.add(message)
+        if len(self._outbox) == _MOST_MESSAGES:
+            self._flush()
 
     @property
     def backlog_bytes(self) -> int:

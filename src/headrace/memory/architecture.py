@@ -4,10 +4,10 @@ In: a configuration. Out: how many weights there are, what each layer keeps of a
 what a token leaves behind until the backward has passed. The model's own code is run over a short row of
 tensors that have shapes and no memory, so that any architecture the trainer takes is counted.
 
-Uncompiled layers keep what autograd asks to keep, which is counted as it asks. Compiled layers keep less. The
-compiler keeps what would have to be written to memory again: the inputs of matrix products and of norms, the
-two halves of a gated layer, and what attention needs. It recomputes everything in between. Experts are
-counted by their widths, since which tokens they get depends on values.
+Uncompiled layers keep what autograd asks to keep, which is counted as it asks. Compiled layers keep less: what
+only a matrix product or attention could give again, which is the inputs of norms, what an activation reads and
+is multiplied with, and what attention needs. Everything in between is recomputed (``blocks.compile_lean``).
+Experts are counted by their widths, since which tokens they get depends on values.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 from headrace.engines.checks import context_tokens
 from headrace.engines.device_model import LayerShape
 from headrace.errors import ModelError
+from headrace.models.float_residual import keep_float_residual, residual_dtype
 from headrace.models.lora import LoraSpec, target_experts, target_linears
 from headrace.models.packed_attention import (
     PACKED_ATTENTION,
@@ -63,6 +64,8 @@ class Architecture:
     hidden_size: int
     attention: tuple[LayerShape, ...]
     """One for each layer."""
+    pass_bytes: float
+    """Of a token at most, in the layer that needs most, while nothing is kept for a backward."""
     context_tokens: int
     compiled: TokenBytes
     eager: TokenBytes
@@ -85,6 +88,7 @@ def examine(config: PretrainedConfig, dtype: torch.dtype, lora: LoraSpec | None 
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()
+        keep_float_residual(model)
         text = model.config.get_text_config()
         layers, head = decoder_layers(model), model.get_output_embeddings()
         if not layers or not isinstance(head, nn.Linear):
@@ -93,7 +97,7 @@ def examine(config: PretrainedConfig, dtype: torch.dtype, lora: LoraSpec | None 
             )
         for module in expert_modules(model).values():
             module.forward = _without_values
-        attention, compiled, eager = _token_bytes(model)
+        attention, pass_bytes, compiled, eager = _token_bytes(model)
         return Architecture(
             name=type(model).__name__,
             num_weights=_num_weights(model),
@@ -101,6 +105,7 @@ def examine(config: PretrainedConfig, dtype: torch.dtype, lora: LoraSpec | None 
             vocab_size=head.weight.shape[0],
             hidden_size=head.weight.shape[1],
             attention=attention,
+            pass_bytes=pass_bytes,
             context_tokens=context_tokens(text),
             compiled=compiled,
             eager=eager,
@@ -142,15 +147,19 @@ class _Kept:
         return sum(memory.nbytes() for key, memory in self._memory.items() if key not in known)
 
 
-def _token_bytes(model: PreTrainedModel) -> tuple[tuple[LayerShape, ...], TokenBytes, TokenBytes]:
-    """What each layer asks of its attention, and the bytes of compiled and of uncompiled layers."""
+def _token_bytes(
+    model: PreTrainedModel,
+) -> tuple[tuple[LayerShape, ...], float, TokenBytes, TokenBytes]:
+    """What each layer asks of its attention, the bytes of a pass through the widest one, and what compiled and
+    uncompiled layers keep."""
     layers, own = decoder_layers(model), _Kept()
     for tensor in (*model.parameters(), *model.buffers()):
         own.add(tensor)
-    ruled, asked, outside = [_Kept() for _ in layers], [_Kept() for _ in layers], _Kept()
-    with _listening(layers, ruled, asked, outside):
+    ruled, fed, asked = ([_Kept() for _ in layers] for _ in range(3))
+    outside = _Kept()
+    with _listening(layers, ruled, fed, asked, outside):
         attention = _forward(model)
-    input_bytes = float(model.get_input_embeddings().embedding_dim * model.dtype.itemsize)
+    input_bytes = float(model.get_input_embeddings().embedding_dim * residual_dtype(model).itemsize)
 
     def token_bytes(of_layers: list[float]) -> TokenBytes:
         return TokenBytes(
@@ -162,16 +171,21 @@ def _token_bytes(model: PreTrainedModel) -> tuple[tuple[LayerShape, ...], TokenB
 
     experts = [_expert_bytes(layer, model) for layer in layers]
     attending = [
-        shape.row_width * model.dtype.itemsize
-        + shape.num_heads * (shape.key_dim * model.dtype.itemsize + torch.float32.itemsize)
+        (shape.row_width + shape.num_heads * (shape.key_dim + shape.value_dim)) * model.dtype.itemsize
+        + shape.num_heads * torch.float32.itemsize
         for shape in attention
     ]
     compiled = [
         kept.num_bytes(own) / _PROBE_TOKENS + a + e
         for kept, a, e in zip(ruled, attending, experts, strict=True)
     ]
+    # A pass holds no more than what all its products read beside that.
+    passing = [
+        kept + given.num_bytes(known) / _PROBE_TOKENS
+        for kept, given, known in zip(compiled, fed, ruled, strict=True)
+    ]
     eager = [kept.num_bytes(own) / _PROBE_TOKENS + e for kept, e in zip(asked, experts, strict=True)]
-    return attention, token_bytes(compiled), token_bytes(eager)
+    return attention, max(passing), token_bytes(compiled), token_bytes(eager)
 
 
 def _expert_bytes(layer: nn.Module, model: PreTrainedModel) -> float:
@@ -218,13 +232,14 @@ def _forward(model: PreTrainedModel) -> tuple[LayerShape, ...]:
 
 @contextmanager
 def _listening(
-    layers: list[nn.Module], ruled: list[_Kept], asked: list[_Kept], outside: _Kept
+    layers: list[nn.Module], ruled: list[_Kept], fed: list[_Kept], asked: list[_Kept], outside: _Kept
 ) -> Iterator[None]:
-    """Collects what each layer keeps: ``ruled`` by the compiler's rule, ``asked`` for by autograd."""
+    """Collects what each layer keeps, ``ruled`` by the compiler's rule and ``asked`` for by autograd, and what its
+    matrix products are ``fed``."""
     current = [outside]
     hooks = []
-    for layer, by_rule, by_autograd in zip(layers, ruled, asked, strict=True):
-        hooks += _rule_hooks(layer, by_rule)
+    for layer, by_rule, read, by_autograd in zip(layers, ruled, fed, asked, strict=True):
+        hooks += _rule_hooks(layer, by_rule, read)
         hooks.append(layer.register_forward_pre_hook(lambda *_, kept=by_autograd: current.append(kept)))
         hooks.append(layer.register_forward_hook(lambda *_: _leave(current)))
 
@@ -244,10 +259,12 @@ def _leave(current: list[_Kept]) -> None:
     current.pop()
 
 
-def _rule_hooks(layer: nn.Module, kept: _Kept) -> list[Any]:
+def _rule_hooks(layer: nn.Module, kept: _Kept, fed: _Kept) -> list[Any]:
     hooks = []
     for module in layer.modules():
-        if isinstance(module, nn.Linear) or "Norm" in type(module).__name__:
+        if isinstance(module, nn.Linear):
+            hooks.append(module.register_forward_pre_hook(lambda _, given: fed.add(given[0])))
+        if "Norm" in type(module).__name__:
             hooks.append(module.register_forward_pre_hook(lambda _, given: kept.add(given[0])))
         children = dict(module.named_children())
         if "act_fn" in children:

@@ -42,8 +42,7 @@ class EngineBytes:
 def engine_bytes(model: Architecture, plan: EnginePlan, *, device_bytes: int) -> EngineBytes:
     # A run serves the one adapter it trains.
     weights = (model.num_weights + model.num_adapter_weights) * plan.dtype.itemsize
-    # While it is not trained, a layer needs at most what it would keep.
-    one_pass = round(plan.prefill_tokens * model.compiled.widest_layer)
+    one_pass = round(plan.prefill_tokens * model.pass_bytes)
     # Scores are computed from logits with two results on the way.
     logit_rows = max(2, plan.max_running) + 3 * plan.scored_tokens
     logits = logit_rows * model.vocab_size * torch.float32.itemsize

@@ -229,6 +229,6 @@ def _candidates(settings: Settings, plan: MemoryPlan, kind: str) -> Iterator[tup
         yield "engine.kv_tokens", [plan.kv_tokens // part for part in (2, 4, 8)]
     yield "trainer.row_tokens", [plan.row_tokens // part for part in (2, 4, 8, 16)]
     if kind == "cuda":
-        if not settings.trainer.offload:
-            yield "trainer.offload", [True]
+        more = ["none", "moments", "all"] if settings.trainer.ranks == 1 else ["none", "all"]
+        yield "trainer.offload", more[more.index(settings.trainer.offload) + 1 :]
         yield "trainer.ranks", [settings.trainer.ranks * factor for factor in (2, 4, 8)]

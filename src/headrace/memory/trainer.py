@@ -16,6 +16,7 @@ from headrace.memory.architecture import Architecture, TokenBytes
 from headrace.memory.uses import Purpose
 from headrace.trainers.blocks import USABLE_SHARE, layers_to_recompute
 from headrace.trainers.logprobs import head_bytes
+from headrace.trainers.placement import Offload
 from headrace.trainers.sharded_weights import may_hold
 
 Bytes = dict[Purpose, int]
@@ -27,7 +28,7 @@ class TrainerPlan:
     on_gpu: bool
     compiled: bool
     ranks: int
-    offload: bool
+    offload: Offload
     row_tokens: int
     """Of the longest row."""
     with_reference: bool
@@ -35,7 +36,7 @@ class TrainerPlan:
     @property
     def spread(self) -> bool:
         """Whether weights lie in slices (FSDP), which also one rank's do when they are in host memory."""
-        return self.ranks > 1 or self.offload
+        return self.ranks > 1 or self.offload == "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,14 @@ class TrainerBytes:
 
 def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_bytes: int) -> TrainerBytes:
     """Of one rank, whose device has ``room`` for it of ``device_bytes``."""
-    kept, moved = _spread(model, plan, device_bytes) if plan.spread else (_alone(model, plan), {})
+    kept, moved = _spread(model, plan, device_bytes) if plan.spread else _alone(model, plan)
     head = head_bytes(
         plan.row_tokens,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         dtype=plan.dtype,
         on_gpu=plan.on_gpu,
-        trained=not model.num_adapter_weights,
+        own_gradient=not model.num_adapter_weights and (plan.spread or plan.dtype == torch.float32),
     )
     token = model.compiled if plan.on_gpu and plan.compiled else model.eager
     num_recomputed = 0
@@ -78,7 +79,8 @@ def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_b
     return TrainerBytes(device, moved, num_recomputed)
 
 
-def _alone(model: Architecture, plan: TrainerPlan) -> Bytes:
+def _alone(model: Architecture, plan: TrainerPlan) -> tuple[Bytes, Bytes]:
+    """On the device, and in host memory beside it."""
     num, width = model.num_weights, plan.dtype.itemsize
     if trained := model.num_adapter_weights:
         # The model is frozen in the dtype it is computed in, and without the adapter it is the reference.
@@ -87,13 +89,15 @@ def _alone(model: Architecture, plan: TrainerPlan) -> Bytes:
             "weights, float32": 4 * trained,
             "gradients": 4 * trained,
             "moments": 8 * trained,
-        }
-    held: Bytes = {"weights, float32": 4 * num, "gradients": 4 * num, "moments": 8 * num}
+        }, {}
+    held: Bytes = {"weights, float32": 4 * num, "gradients": 4 * num}
+    moments: Bytes = {"moments": 8 * num}
     if plan.dtype != torch.float32:
         held["weights, computed with"] = width * num
     if plan.with_reference:
         held["reference"] = width * num
-    return held
+    # An update, in which they pass through the GPU, comes when activations are gone.
+    return (held, moments) if plan.offload == "moments" and plan.on_gpu else (held | moments, {})
 
 
 def _spread(model: Architecture, plan: TrainerPlan, device_bytes: int) -> tuple[Bytes, Bytes]:
@@ -110,7 +114,7 @@ def _spread(model: Architecture, plan: TrainerPlan, device_bytes: int) -> tuple[
         layer = model.num_layer_weights
         gathered = (width + 4) * (layer + model.num_outside_weights) + width * layer
     held: Bytes = {"weights, gathered": gathered}
-    if plan.offload and plan.on_gpu:
+    if plan.offload == "all" and plan.on_gpu:
         return held, slices
     return slices | held, {}
 

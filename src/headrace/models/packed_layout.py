@@ -7,8 +7,9 @@ stands once for each of its continuations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -44,9 +45,14 @@ class PackedLayout:
     """Where the segments of a row lie, and the rectangles they are computed in."""
 
     num_tokens: int
-    rectangles: tuple[Rectangle, ...]
+    lay_rectangles: Callable[[], tuple[Rectangle, ...]]
+    """Made when they are first asked for: the flash kernel does without."""
     bounds: SegmentBounds | None
     """For the flash kernel; None where there is none."""
+
+    @property
+    def rectangles(self) -> tuple[Rectangle, ...]:
+        return self.lay_rectangles()
 
     @property
     def is_one_block(self) -> bool:
@@ -68,7 +74,7 @@ def build_layout(
     on_gpu = torch.device(device).type == "cuda"
     return PackedLayout(
         num_tokens=int(segments.sum()),
-        rectangles=_rectangles(segments, parents_, device),
+        lay_rectangles=cache(partial(_rectangles, segments, parents_, device)),
         bounds=segment_bounds(segments, parents_, device=device) if on_gpu else None,
     )
 

@@ -2,7 +2,9 @@
 
 In: a model and the tokens of the longest row to come. Out: the same model, whose layers share one compiled
 graph for rows of any length, and of which the first few keep nothing but their input for the backward.
-How many follows from the bytes a short probe row leaves behind, and from the memory that is free.
+How many follows from the bytes a short probe row leaves behind, and from the memory that is free. The others
+keep what only matrix products and attention can give; norms and activations are computed again where the
+backward reads them.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._functorch.config as partitioning
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from headrace.data.packing import pack
+from headrace.models.float_residual import residual_dtype
 from headrace.trainers.forward_check import probe_sample
 from headrace.trainers.logprobs import RowTensors, decoder_output, head_bytes, row_tensors
 from headrace.trainers.ranks import ALONE, Ranks
@@ -48,11 +52,12 @@ class DecoderBlocks:
         self._device = ranks.device or model.device
         self._hidden = hidden or partial(decoder_output, model)
         self._layers = decoder_layers(model)
-        self._bytes_per_token: float | None = None
+        self.bytes_per_token: float | None = None
+        """What all layers keep of a token, as a probe found it; None: nothing was probed yet."""
         if compiled:
             _allow_graphs()
         for index, layer in enumerate(self._layers):
-            forward = torch.compile(layer.forward, dynamic=True) if compiled else layer.forward
+            forward = compile_lean(layer.forward) if compiled else layer.forward
             layer.forward = self._recomputing(index, forward)
 
     def fit(self, num_tokens: int, *, reserved_bytes: int) -> None:
@@ -60,15 +65,15 @@ class DecoderBlocks:
         ``reserved_bytes`` are spoken for."""
         if self._device.type != "cuda":
             return
-        if self._bytes_per_token is None:
-            self._bytes_per_token = self._probe()
+        if self.bytes_per_token is None:
+            self.bytes_per_token = self._probe()
         hidden_size = self._model.get_input_embeddings().embedding_dim
         free_bytes = free_gpu_bytes(self._device) - reserved_bytes
         needed = layers_to_recompute(
             num_tokens,
             num_layers=len(self._layers),
-            bytes_per_token=self._bytes_per_token,
-            input_bytes=hidden_size * self._model.dtype.itemsize,
+            bytes_per_token=self.bytes_per_token,
+            input_bytes=hidden_size * residual_dtype(self._model).itemsize,
             free_bytes=USABLE_SHARE * free_bytes,
         )
         self.num_recomputed = int(self._ranks.largest(needed)[0])
@@ -94,6 +99,24 @@ class DecoderBlocks:
             return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         return call
+
+
+def compile_lean(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled for inputs of any length, its backward fed from as few bytes as the compiler can arrange without
+    computing a matrix product or attention twice."""
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True, backend=_compile_graph)
+    return compiled
+
+
+def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    """By default what a matrix product of the backward reads is kept from the forward, since it would have to be
+    written a second time. Of a gated layer that is a third of all that is kept, and writing it takes a
+    hundredth of the time of the products around it. One function for all layers, so that they share graphs."""
+    # Imported where it is used: it takes seconds, and most processes compile nothing.
+    from torch._dynamo.backends.inductor import inductor
+
+    with partitioning.patch(ban_recompute_materialized_backward=False):
+        return inductor(graph, inputs)
 
 
 def _allow_graphs() -> None:
@@ -128,10 +151,12 @@ def bytes_of_a_step(
     num_tokens: int,
     dtype: torch.dtype,
     on_gpu: bool,
+    own_gradient: bool = True,
 ) -> int:
     """What a step with rows of ``num_tokens`` allocates besides the layers' activations: gradients, moments not
-    yet there (None: there will be none), and what the output head ``head_VH`` needs, computed in ``dtype``.
-    Of weights that are spread over ranks only this rank's part counts."""
+    yet there (None: there will be none), and what the output head ``head_VH`` needs, computed in ``dtype``, with
+    its ``own_gradient`` or with that of a master. Of weights that are spread over ranks only this rank's part
+    counts."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(4 * _own_numel(weight) for weight in weights)
     moments = 0
@@ -143,7 +168,7 @@ def bytes_of_a_step(
         hidden_size=head_VH.shape[1],
         dtype=dtype,
         on_gpu=on_gpu,
-        trained=head_VH.requires_grad,
+        own_gradient=own_gradient and head_VH.requires_grad,
     )
     return gradients + moments + head
 

@@ -44,8 +44,30 @@ def factors(wrapper: Any) -> tuple[torch.Tensor, torch.Tensor]:
     a, b = wrapper.lora_A[_NAME].weight, wrapper.lora_B[_NAME].weight
     num_experts = wrapper.num_experts
     a_ERI = a.view(num_experts, -1, a.shape[1])
-    b_EOR = b.view(b.shape[0], -1, num_experts).permute(2, 0, 1).contiguous()
-    return a_ERI, b_EOR
+    return a_ERI, _by_expert(b, num_experts)
+
+
+@torch.library.custom_op("headrace::by_expert", mutates_args=())
+def _by_expert(b: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[O, R * E], experts interleaved, as [E, O, R]. An operation of its own, since compiled code would leave the
+    bytes as they lie and change only the strides, which products of groups do not take."""
+    return b.view(b.shape[0], -1, num_experts).permute(2, 0, 1).contiguous()
+
+
+@_by_expert.register_fake
+def _(b: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return b.new_empty((num_experts, b.shape[0], b.shape[1] // num_experts))
+
+
+def _remember_experts(ctx: Any, inputs: tuple[torch.Tensor, int], output: torch.Tensor) -> None:
+    ctx.num_experts = inputs[1]
+
+
+def _interleaved(ctx: Any, grad_EOR: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return grad_EOR.permute(1, 2, 0).reshape(grad_EOR.shape[1], -1), None
+
+
+_by_expert.register_autograd(_interleaved, setup_context=_remember_experts)
 
 
 def _nested(module: Any) -> dict[str, Any]:

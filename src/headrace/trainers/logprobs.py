@@ -3,7 +3,7 @@
 In: a model that uses packed attention and a ``PackedRow``. Out: float32 log-probabilities (and entropies) of
 the row's loss tokens at the temperatures they were sampled with. [tokens, vocabulary] never exists
 whole: the forward keeps one normaliser per token, and the backward recomputes one chunk of logits at a
-time. Logits are float32 whatever the model is computed in.
+time, which is gone before the next one is made. Logits are float32 whatever the model is computed in.
 
 Legend: T tokens of the row, N loss tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -27,8 +27,8 @@ from headrace.trainers.head import add_head_weight_gradient, head_input_gradient
 
 CHUNK_ELEMENTS = 2**24
 """Logits held at once: 64 MiB in float32."""
-GPU_CHUNK_ELEMENTS = 2**29
-"""2 GiB: the matrix products of shorter chunks leave a GPU half idle."""
+GPU_CHUNK_ELEMENTS = 2**28
+"""1 GiB: with 150 thousand words, products of some 1700 tokens, which still fill a GPU many times over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,12 @@ def row_tensors(row: PackedRow, *, device: torch.device | str) -> RowTensors:
     )
 
 
-def token_logprobs(model: PreTrainedModel, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [N] log-probabilities of the loss tokens, and the entropies (without gradient) beside them."""
+def token_logprobs(
+    model: PreTrainedModel, row: RowTensors, *, head_master: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [N] log-probabilities of the loss tokens, and the entropies (without gradient) beside them. The
+    gradient of the head's weight is added to that of ``head_master``, where one is given, and to its own
+    otherwise."""
     hidden_TH = decoder_output(model, row)
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -82,6 +86,7 @@ def token_logprobs(model: PreTrainedModel, row: RowTensors) -> tuple[torch.Tenso
         row.temperatures_N,
         getattr(model.config, "final_logit_softcapping", None),
         chunk_tokens(head.weight),
+        head_master,
     )
 
 
@@ -111,21 +116,17 @@ def head_bytes(
     hidden_size: int,
     dtype: torch.dtype,
     on_gpu: bool,
-    trained: bool = True,
+    own_gradient: bool = True,
 ) -> int:
-    """The most that the head's forward and backward over so many loss tokens hold. A head that is not
-    ``trained`` has no gradient."""
+    """The most that the head's forward and backward over so many loss tokens hold. Without ``own_gradient`` the
+    weight's gradient is added to a master's, or there is none."""
     width = dtype.itemsize
-    chunk = min(_chunk_tokens(vocab_size, on_gpu=on_gpu), num_tokens)
-    following = min(chunk, num_tokens - chunk)
-    # A chunk's logits and gradient are let go when the next one's logits are there.
-    logits = (4 + width) * chunk + 4 * following
-    if not on_gpu:
-        # Nothing is fused: two results on the way stand beside the logits.
-        logits = max(12 * chunk, 4 * chunk + 12 * following)
+    chunk = _chunk_length(num_tokens, _chunk_tokens(vocab_size, on_gpu=on_gpu))
+    # Where nothing is fused, two results on the way stand beside the logits.
+    logits = (4 + width if on_gpu else 12) * chunk
     # A narrow gradient is summed in float32, and stands beside that of a tied embedding.
     gradient = (4 if dtype == torch.float32 else 4 + 2 * width) * vocab_size * hidden_size
-    return logits * vocab_size + trained * gradient + 2 * num_tokens * hidden_size * width
+    return logits * vocab_size + own_gradient * gradient + 2 * num_tokens * hidden_size * width
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -141,70 +142,83 @@ class _HeadLogprobs(torch.autograd.Function):
         temperatures_N: torch.Tensor,
         softcap: float | None,
         chunk_tokens: int,
+        master_VH: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = hidden_NH.shape[0]
         logprobs_N = hidden_NH.new_empty(num_tokens, dtype=torch.float32)
         entropy_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         token_values = _fused(_token_values, hidden_NH.device.type)
         for chunk in _chunks(num_tokens, chunk_tokens):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, bias_V, softcap)[0]
+            # Logits have no name here: they are gone before the next chunk's are made.
             normaliser_N[chunk], logprobs_N[chunk], entropy_N[chunk] = token_values(
-                logits_CV, targets_N[chunk], temperatures_N[chunk]
+                _logits(hidden_NH[chunk], weight_VH, bias_V), targets_N[chunk], temperatures_N[chunk], softcap
             )
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, normaliser_N)
-        ctx.softcap, ctx.chunk_tokens = softcap, chunk_tokens
+        ctx.softcap, ctx.chunk_tokens, ctx.master_VH = softcap, chunk_tokens, master_VH
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_N: torch.Tensor, _: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad_N: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, normaliser_N = ctx.saved_tensors
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = grad_bias_V = None
         if ctx.needs_input_grad[1]:
-            grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+            grad_weight_VH = _sum_to_add_to(ctx.master_VH, weight_VH)
         if ctx.needs_input_grad[2]:
             grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32)
         logit_gradient = _fused(_logit_gradient, hidden_NH.device.type)
         for chunk in _chunks(hidden_NH.shape[0], ctx.chunk_tokens):
-            logits_CV, slope_CV = _logits(hidden_NH[chunk], weight_VH, bias_V, ctx.softcap)
             grad_CV = logit_gradient(
-                logits_CV, slope_CV, targets_N[chunk], temperatures_N[chunk], normaliser_N[chunk], grad_N[chunk],
-                hidden_NH.dtype,
+                _logits(hidden_NH[chunk], weight_VH, bias_V), targets_N[chunk], temperatures_N[chunk],
+                normaliser_N[chunk], grad_N[chunk], ctx.softcap, hidden_NH.dtype,
             )  # fmt: skip
             grad_hidden_NH[chunk] = head_input_gradient(grad_CV, weight_VH)
             if grad_weight_VH is not None:
                 add_head_weight_gradient(grad_weight_VH, grad_CV, hidden_NH[chunk])
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.float().sum(0)
-        if grad_weight_VH is not None:
+            del grad_CV
+        if ctx.master_VH is not None:
+            grad_weight_VH = None
+        elif grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
 
 
-def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    return [slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens)]
+def _sum_to_add_to(master_VH: torch.Tensor | None, weight_VH: torch.Tensor) -> torch.Tensor:
+    """The master's gradient, or zeros for one of the weight's own."""
+    if master_VH is None:
+        return torch.zeros_like(weight_VH, dtype=torch.float32)
+    if master_VH.grad is None:
+        master_VH.grad = torch.zeros_like(master_VH)
+    return master_VH.grad
 
 
-def _logits(
-    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Capped float32 logits, and the slope of the cap (None without one)."""
+def _chunk_length(num_tokens: int, longest: int) -> int:
+    """Of chunks as few and as even as can be."""
+    return -(-num_tokens // max(-(-num_tokens // longest), 1))
+
+
+def _chunks(num_tokens: int, longest: int) -> list[slice]:
+    length = _chunk_length(num_tokens, longest)
+    return [slice(start, start + length) for start in range(0, num_tokens, max(length, 1))]
+
+
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
+    """In float32, before they are capped."""
     logits_CV = head_logits(hidden_CH, weight_VH)
     if bias_V is not None:
         logits_CV += bias_V.float()
-    if softcap is None:
-        return logits_CV, None
-    tanh_CV = torch.tanh(logits_CV / softcap)
-    return tanh_CV * softcap, 1 - tanh_CV.square()
+    return logits_CV
 
 
 def _token_values(
-    logits_CV: torch.Tensor, targets_C: torch.Tensor, temperatures_C: torch.Tensor
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, temperatures_C: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normaliser, log-probability of the target and entropy of every token."""
+    if softcap is not None:
+        logits_CV = torch.tanh(logits_CV / softcap) * softcap
     logits_CV = logits_CV / temperatures_C[:, None]
     normaliser_C = logits_CV.logsumexp(-1)
     logprobs_C = logits_CV.gather(1, targets_C[:, None])[:, 0] - normaliser_C
@@ -214,16 +228,20 @@ def _token_values(
 
 def _logit_gradient(
     logits_CV: torch.Tensor,
-    slope_CV: torch.Tensor | None,
     targets_C: torch.Tensor,
     temperatures_C: torch.Tensor,
     normaliser_C: torch.Tensor,
     grad_C: torch.Tensor,
+    softcap: float | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Gradient of the uncapped logits in ``dtype``."""
     temperature_C1 = temperatures_C[:, None]
     scale_C1 = grad_C[:, None] / temperature_C1
+    slope_CV = None
+    if softcap is not None:
+        tanh_CV = torch.tanh(logits_CV / softcap)
+        logits_CV, slope_CV = tanh_CV * softcap, 1 - tanh_CV.square()
     grad_CV = (logits_CV / temperature_C1 - normaliser_C[:, None]).exp_().mul_(-scale_C1)
     if torch.compiler.is_compiling():
         # The same sum where the scatter would be a second pass over the chunk.
@@ -239,5 +257,15 @@ def _logit_gradient(
 @cache
 def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     """On a GPU each function is one or two passes over its chunk instead of a dozen. The vocabulary stays a
-    constant of the compiled code; a chunk of another length makes its length a variable."""
-    return torch.compile(function) if device_type == "cuda" else function
+    constant of the compiled code; a chunk's length is a variable from the first one on."""
+    if device_type != "cuda":
+        return function
+    compiled = torch.compile(function)
+
+    def call(*arguments: Any) -> Any:
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        return compiled(*arguments)
+
+    return call

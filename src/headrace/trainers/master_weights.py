@@ -41,6 +41,11 @@ class MasterWeights:
 
     ranks = ALONE
     held_bytes = 0
+    head_master: torch.Tensor | None = None
+    """The float32 weight of the output head, whose gradient the head adds to by itself; None: the policy's head
+    is the one that is trained, or none is."""
+    host_moments = False
+    """Whether the optimizer keeps its moments in host memory."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self.model = self.policy = model
@@ -55,9 +60,11 @@ class MasterWeights:
             if master.requires_grad:
                 mirror.requires_grad_(True)
                 mirror.register_post_accumulate_grad_hook(hand_over_to(master))
+        head = model.get_output_embeddings()
+        self.head_master = None if head is None else head.weight
 
     def logprobs(self, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprobs(self.policy, row)
+        return token_logprobs(self.policy, row, head_master=self.head_master)
 
     def hidden(self, row: RowTensors) -> torch.Tensor:
         return decoder_output(self.policy, row)
@@ -96,7 +103,9 @@ class MasterWeights:
         return state
 
     def placed_like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """The reverse of ``local_of``, beside the parameter it belongs to."""
+        """The reverse of ``local_of``, where the optimizer keeps it."""
+        if self.host_moments and local.ndim:
+            return local.pin_memory() if parameter.is_cuda else local
         return local.to(parameter.device)
 
     @torch.no_grad()
@@ -129,7 +138,9 @@ def hand_over_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
     """A hook that adds a parameter's gradient to the master's and lets go of it."""
 
     def hand_over(mirror: torch.Tensor) -> None:
-        assert mirror.grad is not None
+        if mirror.grad is None:
+            # A head that has added its gradient itself.
+            return
         if master.grad is None:
             master.grad = mirror.grad.float()
         else:

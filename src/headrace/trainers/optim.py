@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from headrace.errors import ConfigError
+from headrace.trainers.streamed_adamw import StreamedAdamW
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -26,23 +27,22 @@ def build_adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    host_moments: bool = False,
 ) -> torch.optim.AdamW:
+    """``host_moments``: they lie in host memory, whatever the parameters are on."""
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             # One fused update moves parameters that are spread over the same ranks.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0}
-            for (is_matrix, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
-        ],
-        lr=learning_rate,
-        betas=betas,
-        eps=eps,
-        fused=True,
-    )
+    described = [
+        {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0}
+        for (is_matrix, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
+    ]
+    if host_moments:
+        return StreamedAdamW(described, lr=learning_rate, betas=betas, eps=eps)
+    return torch.optim.AdamW(described, lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 
 def check_schedule(schedule: str, *, warmup_steps: int, total_steps: int | None) -> None:

@@ -6,10 +6,13 @@ needs one. The model is checked before it is given away, while one rank still ha
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from transformers import PreTrainedModel
 
 from headrace.errors import ConfigError
+from headrace.models.float_residual import keep_float_residual
 from headrace.models.lora import LoraSpec
 from headrace.models.packed_attention import use_packed_attention
 from headrace.models.tensors import named_tensors
@@ -20,6 +23,7 @@ from headrace.trainers.ranks import Ranks
 from headrace.trainers.sharded_weights import ShardedWeights, hollow_copy
 
 Weights = MasterWeights | ShardedWeights
+Offload = Literal["none", "moments", "all"]
 
 
 def place_weights(
@@ -30,10 +34,16 @@ def place_weights(
     *,
     ranks: Ranks,
     expert_ranks: int,
-    offload: bool,
+    offload: Offload,
 ) -> tuple[Weights, Weights | None]:
     """Ranks without a device of their own are one process that trains alone. With ``lora`` no copy is needed: the
     policy without its adapter is the reference."""
+    if offload == "moments" and (lora is not None or ranks.device is not None):
+        raise ConfigError(
+            "trainer.offload: moments alone are kept in host memory for a whole model on one rank: set it to all, or "
+            "trainer.ranks = 1 and lora.rank = 0"
+        )
+    keep_float_residual(model)
     if lora is not None:
         return _adapter(model.eval(), dtype, lora, ranks), None
     model = model.to(torch.float32).eval()
@@ -42,19 +52,21 @@ def place_weights(
     else:
         use_packed_attention(model)
     if ranks.device is None:
-        return _on_one_device(model, dtype, with_reference)
-    reference = None
+        masters, reference = _on_one_device(model, dtype, with_reference)
+        masters.host_moments = offload == "moments"
+        return masters, reference
+    slices = None
     if with_reference:
-        reference = ShardedWeights(
+        slices = ShardedWeights(
             hollow_copy(model, dtype),
             dtype,
             ranks=ranks,
             expert_ranks=expert_ranks,
-            offload=offload,
+            offload=offload == "all",
             source=named_tensors(model),
         )
-    weights = ShardedWeights(model, dtype, ranks=ranks, expert_ranks=expert_ranks, offload=offload)
-    return weights, reference
+    weights = ShardedWeights(model, dtype, ranks=ranks, expert_ranks=expert_ranks, offload=offload == "all")
+    return weights, slices
 
 
 def _adapter(model: PreTrainedModel, dtype: torch.dtype, lora: LoraSpec, ranks: Ranks) -> AdapterWeights:

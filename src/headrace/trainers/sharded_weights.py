@@ -38,6 +38,9 @@ HELD_SHARE = 0.25
 class ShardedWeights:
     """``model`` holds this rank's slices; ``policy`` is the same model, gathered layer by layer."""
 
+    head_master = None
+    host_moments = False
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -42,7 +42,7 @@ from headrace.trainers.checkpoint import Position, load_state, save_state
 from headrace.trainers.metrics import RowRecord, step_metrics
 from headrace.trainers.objective import Objective, RowOutcome
 from headrace.trainers.optim import Schedule, build_adamw, check_schedule, rate_factor, set_learning_rate
-from headrace.trainers.placement import place_weights
+from headrace.trainers.placement import Offload, place_weights
 from headrace.trainers.ranks import ALONE, Ranks
 from headrace.trainers.rows import TrainRow, train_rows
 from headrace.types import BundleKind, StepResult, TrainBatch, WeightManifest
@@ -63,7 +63,7 @@ class TorchTrainer:
         ledger: TimeLedger,
         ranks: Ranks = ALONE,
         expert_ranks: int = 1,
-        offload: bool = False,
+        offload: Offload = "none",
         tokenizer_dir: Path | None = None,
         loss: LossName = "ppo",
         aggregation: Aggregation = "token-mean",
@@ -94,13 +94,13 @@ class TorchTrainer:
     ) -> None:
         """``model`` is taken over: it is moved to float32 and to packed attention. Of several ``ranks`` the
         first has the model's weights and the ``sender``, on the others ``model`` is hollow; groups of
-        ``expert_ranks`` divide a mixture's experts. ``offload`` keeps weights and optimizer state in host
-        memory, for ranks with a process group. ``compute_dtype`` is what the model is computed and published
-        in. ``keep_reference`` False: the reference of a KL term is not kept here, samples bring its
-        log-probabilities. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``;
-        ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt once for all attempts at it
-        (None: on a GPU); ``eager`` compiles nothing, for debugging. ``lora``: train this adapter and leave the
-        model's own weights alone."""
+        ``expert_ranks`` divide a mixture's experts. ``offload`` keeps the optimizer's moments in host memory, for
+        a process that trains alone, or all float32 weights and optimizer state, for ranks with a process group.
+        ``compute_dtype`` is what the model is computed and published in. ``keep_reference`` False: the reference
+        of a KL term is not kept here, samples bring its log-probabilities. ``max_tokens`` is the constant of
+        aggregation ``seq-mean-token-sum-norm``; ``grad_clip`` None clips nothing. ``share_prefixes`` computes a
+        prompt once for all attempts at it (None: on a GPU); ``eager`` compiles nothing, for debugging. ``lora``:
+        train this adapter and leave the model's own weights alone."""
         self.objective = Objective(
             loss=loss, correction=correction, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
             tis_cap=tis_cap, kl=kl, kl_coef=kl_coef,
@@ -127,7 +127,11 @@ class TorchTrainer:
         self._share_prefixes = on_gpu if share_prefixes is None else share_prefixes
         self.blocks = self._build_blocks(compiled=on_gpu and not eager and expert_ranks == 1)
         self.optimizer = build_adamw(
-            self.model, learning_rate=learning_rate, betas=betas, weight_decay=weight_decay
+            self.model,
+            learning_rate=learning_rate,
+            betas=betas,
+            weight_decay=weight_decay,
+            host_moments=self._weights.host_moments,
         )
         self.version, self.num_steps, self.num_tokens = 0, 0, 0
         ledger.switch("waiting-for-batch")
@@ -310,10 +314,11 @@ class TorchTrainer:
         step_bytes = bytes_of_a_step(
             self.model,
             self.policy.get_output_embeddings().weight,
-            self.optimizer if update_follows else None,
+            self.optimizer if update_follows and not self._weights.host_moments else None,
             num_tokens=num_tokens,
             dtype=self._weights.dtype,
             on_gpu=self._device.type == "cuda",
+            own_gradient=self._weights.head_master is None,
         )
         self.blocks.fit(num_tokens, reserved_bytes=self._weights.held_bytes + step_bytes)
         records = []

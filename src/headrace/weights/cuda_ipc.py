@@ -16,6 +16,7 @@ import json
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ import torch
 from headrace.errors import WeightSyncError
 from headrace.types import BundleKind, TensorBlob, TensorSlot, WeightManifest
 from headrace.weights.bundle import check_slots, lay_out
+from headrace.weights.gpu_segments import fixed_segments
 
 TRANSPORT = "cuda_ipc"
 _CHUNK_WORDS = 1 << 18
@@ -33,8 +35,9 @@ _own_buffers: weakref.WeakValueDictionary[str, _Buffer] = weakref.WeakValueDicti
 class _Buffer:
     """One piece of GPU memory for a whole bundle."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    def __init__(self, num_bytes: int, device: torch.device, *, growing_segments: bool) -> None:
+        with fixed_segments() if growing_segments else nullcontext():
+            self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.location = json.dumps({"pid": os.getpid(), "storage": _handle(self.bytes.untyped_storage())})
         _own_buffers[self.location] = self
 
@@ -42,7 +45,9 @@ class _Buffer:
 class CudaIpcSender:
     """The trainer's end. Retired buffers are used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, growing_segments: bool = False) -> None:
+        """``growing_segments``: how this process takes its memory (``gpu_segments``)."""
+        self._growing_segments = growing_segments
         self._live: dict[int, _Buffer] = {}
         self._free: list[_Buffer] = []
 
@@ -88,7 +93,7 @@ class CudaIpcSender:
                 self._free.remove(buffer)
                 return buffer
         self._free.clear()
-        return _Buffer(room, device)
+        return _Buffer(room, device, growing_segments=self._growing_segments)
 
 
 class CudaIpcReceiver:

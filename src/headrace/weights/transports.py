@@ -82,15 +82,21 @@ def _way(asked: str, *, device: str, one_machine: bool) -> Route:
 
 
 def weight_sender(
-    route: Route, *, segments: Path, folder: Path, num_receivers: int = 1, deadline_s: float = 60.0
+    route: Route,
+    *,
+    segments: Path,
+    folder: Path,
+    num_receivers: int = 1,
+    deadline_s: float = 60.0,
+    growing_segments: bool = False,
 ) -> WeightSender:
     """``segments`` is where mapped files may lie, ``folder`` where weights may be written for others to read.
     ``num_receivers`` and ``deadline_s`` are for broadcasts: who is waited for, and how long a collective may take
-    before it is given up."""
+    before it is given up; ``growing_segments`` is how the process takes its GPU memory (``gpu_segments``)."""
     if route.transport == "cuda_ipc":
         from headrace.weights.cuda_ipc import CudaIpcSender
 
-        return CudaIpcSender()
+        return CudaIpcSender(growing_segments=growing_segments)
     carrier: Carrier
     if route.transport == "collective":
         from headrace.weights.collective import CollectiveSender

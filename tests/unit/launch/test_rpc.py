@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace import wire
 from headrace.errors import DeadlineError, ModelError, RoleError
 from headrace.launch.channel import Channel, ChannelClosed, Listener, connect
 from headrace.launch.rpc import Caller, Dispatch, RemoteTraceback, Server
@@ -73,6 +74,28 @@ def test_frames_of_many_megabytes_pass_both_ways(tmp_path):
         array = np.random.default_rng(0).integers(0, 255, 20 << 20, dtype=np.uint8)
         _, back = await pair.caller.call("big", array, deadline_s=60)
         assert np.array_equal(back, array)
+
+    run_pair(tmp_path, echo, use)
+
+
+def test_the_other_end_begins_while_more_messages_of_a_turn_are_posted(tmp_path, monkeypatch):
+    sizes, take = [], wire.FrameBuilder.take
+
+    def counted(builder: wire.FrameBuilder) -> bytes:
+        sizes.append(len(builder))
+        return take(builder)
+
+    monkeypatch.setattr(wire.FrameBuilder, "take", counted)
+
+    async def use(pair: Pair) -> None:
+        sizes.clear()
+        for number in range(200):
+            pair.far.post(["event", "number", number])
+        assert sizes == [64, 64, 64]
+        while len(pair.events) < 200:
+            await asyncio.sleep(0)
+        assert sizes == [64, 64, 64, 8]
+        assert pair.events == [("number", number) for number in range(200)]
 
     run_pair(tmp_path, echo, use)
 

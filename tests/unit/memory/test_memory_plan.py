@@ -52,6 +52,16 @@ def bytes_for(plan: MemoryPlan, purpose: str, process: str = "trainer") -> int:
     return sum(use.num_bytes for use in plan.uses if (use.purpose, use.process) == (purpose, process))
 
 
+def spared(row_tokens: int) -> int:
+    """Bytes that qwen2-1.5b took when it was measured and no longer does: compiled layers kept the results of norms and
+    the product in a gated layer, chunks of logits were twice as long and overlapped, and the head summed a
+    gradient of its own, in float32 beside two narrow copies."""
+    hidden, wide, vocab, longest = 1536, 8960, 151_936, 2**28 // 151_936
+    then, now = 2 * longest, -(-row_tokens // -(-row_tokens // longest))
+    logits = 6 * then + 4 * min(then, row_tokens - then) - 6 * now
+    return 28 * 2 * (2 * hidden + wide) * row_tokens + logits * vocab + 8 * vocab * hidden
+
+
 # Peaks of `python -m headrace.bench.train` on an H200: qwen2-1.5b, bf16 over float32, prompts once a group.
 @pytest.mark.parametrize(("row_tokens", "peak_gb"), [(4359, 41.5), (13077, 61.3)])
 def test_a_trainer_takes_what_it_was_seen_to_take(row_tokens, peak_gb):
@@ -59,20 +69,21 @@ def test_a_trainer_takes_what_it_was_seen_to_take(row_tokens, peak_gb):
     apart = ("published weights", "between blocks", "process")
     allocated = total(plan.uses, process="trainer") - sum(bytes_for(plan, purpose) for purpose in apart)
     assert plan.layers_recomputed == 0
-    assert allocated / 1e9 == pytest.approx(peak_gb, rel=0.05)
+    assert (allocated + spared(row_tokens)) / 1e9 == pytest.approx(peak_gb, rel=0.05)
 
 
 # Memory in use on the GPU in `headrace bench step`, whose own process has a context there too.
 @pytest.mark.parametrize(("row_tokens", "peak_gb"), [(4359, 66.8), (12051, 87.1)])
 def test_a_whole_run_takes_what_it_was_seen_to_take(row_tokens, peak_gb):
     plan = gpu_plan(trainer__row_tokens=row_tokens, engine__kv_tokens=294_912)
-    assert (total(plan.uses, place="GPU 0") + CONTEXT_BYTES) / 1e9 == pytest.approx(peak_gb, rel=0.1)
+    in_use = total(plan.uses, place="GPU 0") + CONTEXT_BYTES + spared(row_tokens)
+    assert in_use / 1e9 == pytest.approx(peak_gb, rel=0.1)
 
 
 def test_where_memory_is_short_layers_are_recomputed_until_it_fits():
     roomy, tight = (
         gpu_plan(device_bytes=size, trainer__row_tokens=13077, engine__kv_tokens=16384)
-        for size in (H200, 60_000_000_000)
+        for size in (H200, 48_000_000_000)
     )
     assert roomy.layers_recomputed == 0
     assert 0 < tight.layers_recomputed < 28
@@ -81,7 +92,7 @@ def test_where_memory_is_short_layers_are_recomputed_until_it_fits():
 
 
 def test_the_longest_sequence_is_the_longest_that_fits():
-    settings, model, size = from_dict({"engine.kv_tokens": 16384}), published("qwen2-1.5b"), 45_000_000_000
+    settings, model, size = from_dict({"engine.kv_tokens": 16384}), published("qwen2-1.5b"), 40_000_000_000
     longest = longest_sequence(settings, model, kind="cuda", device_bytes=size)
     assert 1000 < longest < model.context_tokens
     crowded = [
@@ -99,8 +110,8 @@ def test_a_plan_that_does_not_fit_names_settings_with_which_it_does():
     assert plan.crowded == ["GPU 0"]
     settings = from_dict({})
     found = remedies(settings, published("qwen2-7b"), plan, kind="cuda")
-    assert "trainer.offload=true" in found
-    moved = gpu_plan("qwen2-7b", 100_000_000_000, trainer__offload=True)
+    assert "trainer.offload=all" in found
+    moved = gpu_plan("qwen2-7b", 100_000_000_000, trainer__offload="all")
     assert not moved.crowded
     assert total(moved.uses, place=HOST) == 16 * published("qwen2-7b").num_weights
 
@@ -164,18 +175,18 @@ def test_every_family_can_be_counted_without_its_weights(tmp_path, family):
     assert 0 < model.compiled.layers < model.eager.layers
 
 
-def test_compiled_layers_keep_the_inputs_of_products_and_norms():
-    """Qwen2: the residual stream and its norm twice, queries, keys, values, attention's result, and three times the
-    width of the gated layer."""
+def test_compiled_layers_keep_what_only_products_and_attention_give():
+    """Qwen2: the running sum twice in float32, queries, keys, values, attention's result, and the two halves of the gated
+    layer."""
     hidden, wide, heads, kv_width = 1536, 8960, 12, 256
-    layer = 2 * (4 * hidden + 2 * hidden + 2 * kv_width + 3 * wide) + 4 * heads
+    layer = 4 * 2 * hidden + 2 * (2 * hidden + 2 * kv_width + 2 * wide) + 4 * heads
     assert published("qwen2-1.5b").compiled.layers == 28 * layer
 
 
 def test_plan_and_trainer_reserve_the_same_for_a_step():
     model = examine(shape_config("qwen2-0.5b"), torch.float32)
     asked = TrainerPlan(
-        dtype=torch.float32, on_gpu=False, compiled=False, ranks=1, offload=False, row_tokens=512,
+        dtype=torch.float32, on_gpu=False, compiled=False, ranks=1, offload="none", row_tokens=512,
         with_reference=False,
     )  # fmt: skip
     planned = trainer_bytes(model, asked, room=H200, device_bytes=H200).device
@@ -217,7 +228,7 @@ def test_a_trainer_on_a_cpu_takes_what_the_plan_says(tmp_path, row_tokens):
     config.save_pretrained(tmp_path)
     model = examine(config, torch.float32)
     asked = TrainerPlan(
-        dtype=torch.float32, on_gpu=False, compiled=False, ranks=1, offload=False, row_tokens=row_tokens,
+        dtype=torch.float32, on_gpu=False, compiled=False, ranks=1, offload="none", row_tokens=row_tokens,
         with_reference=False,
     )  # fmt: skip
     planned = sum(trainer_bytes(model, asked, room=H200, device_bytes=H200).device.values())

@@ -1,14 +1,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+from torch._inductor import compile_fx
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from headrace.data.packing import pack
-from headrace.models.packed_attention import use_packed_attention
-from headrace.trainers.blocks import DecoderBlocks, layers_to_recompute
+from headrace.memory.architecture import examine
+from headrace.models import shared_prefix
+from headrace.models.float_residual import keep_float_residual, residual_dtype
+from headrace.models.packed_attention import build_layout, use_packed_attention
+from headrace.models.shared_prefix import segment_bounds
+from headrace.trainers.blocks import DecoderBlocks, compile_lean, decoder_layers, layers_to_recompute
 from headrace.trainers.logprobs import row_tensors, token_logprobs
 from headrace.types import TrainBatch
 
@@ -38,3 +52,69 @@ def test_recomputed_layers_give_the_same_bits(
         found.append([logprobs.detach(), *(p.grad for p in model.parameters())])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def half_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the flash kernels, which a CPU does not have: half of the queries."""
+    monkeypatch.setattr(
+        shared_prefix,
+        "flash_forward",
+        lambda query, *_: (query * 0.5, query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float32)),
+    )
+    monkeypatch.setattr(
+        shared_prefix,
+        "flash_backward",
+        lambda grad, query, key, value, *_: (grad * 0.5, torch.zeros_like(key), torch.zeros_like(value)),
+    )
+
+
+def qwen_like(family: str) -> PretrainedConfig:
+    """With the proportions of qwen2-1.5b."""
+    configs = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+    return configs[family](
+        vocab_size=32, hidden_size=192, intermediate_size=1120, num_hidden_layers=2, num_attention_heads=12,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+
+
+def run_layer(model: PreTrainedModel, forward: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """What a layer makes of a row of two sequences."""
+    lengths = [40, 56]
+    layout = replace(build_layout(lengths), bounds=segment_bounds(lengths, [-1, -1], device="cpu"))
+    positions = torch.arange(sum(lengths))[None]
+    rows = torch.randn(1, 96, 192, generator=torch.Generator().manual_seed(1), dtype=model.dtype)
+    tables = model.model.rotary_emb(rows, positions)
+    return forward(
+        rows.to(residual_dtype(model)).requires_grad_(),
+        position_embeddings=tables,
+        packed_layout=layout,
+        attention_mask=None,
+        position_ids=positions,
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
+def test_a_compiled_layer_keeps_what_the_plan_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    half_attention(monkeypatch)
+    # The compiler's own division into forward and backward, without code whose compilation takes seconds.
+    monkeypatch.setattr(compile_fx, "compile_fx", aot_eager_decomp_partition)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(qwen_like(family), dtype=torch.bfloat16)
+    use_packed_attention(model)
+    keep_float_residual(model)
+    layer = decoder_layers(model)[0]
+    gradients = []
+    for forward in (layer.forward, compile_lean(layer.forward)):
+        output = run_layer(model, forward)
+        kept = getattr(output.grad_fn, "saved_tensors", ())
+        output.float().square().sum().backward()
+        gradients.append(torch.cat([parameter.grad.double().flatten() for parameter in layer.parameters()]))
+        model.zero_grad()
+    own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    places = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    kept_bytes = sum(size for place, size in places.items() if place not in own) / 96
+    planned = examine(qwen_like(family), torch.bfloat16).compiled.layers / 2
+    # Rotary tables are kept once for all layers; beside each norm there is a number a row.
+    assert planned < kept_bytes < 1.02 * planned
+    assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < 0.01

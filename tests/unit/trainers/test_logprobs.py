@@ -181,3 +181,40 @@ def test_a_shared_prompt_gives_the_values_and_gradients_of_an_unshared_one(
     for name, gradient in gradients.items():
         gap = float((shared_gradients[name] - gradient).norm() / gradient.norm())
         assert gap < 1e-5, (name, gap)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_narrow_head_adds_its_gradient_to_the_master_in_float32(
+    tied: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    make_model: Callable[..., PreTrainedModel],
+    make_batch: Callable[..., TrainBatch],
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 32 * 4)
+    model = make_model(tied=tied)
+    masters = MasterWeights(model, torch.bfloat16)
+    use_packed_attention(masters.policy)
+    (row,) = pack(make_batch().samples, row_tokens=10_000)
+    tensors = row_tensors(row, device="cpu")
+    found, _ = token_logprobs(masters.policy, tensors)
+    found.sum().backward()
+    own = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for _ in range(2):
+        found, _ = masters.logprobs(tensors)
+        found.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        torch.testing.assert_close(parameter.grad, 2 * own[name], atol=2e-2, rtol=2e-2, msg=name)
+    head = model.get_output_embeddings().weight.grad
+    if not tied:
+        assert not torch.equal(head, head.to(torch.bfloat16).float()), "it was rounded on the way"
+    assert all(parameter.grad is None for parameter in masters.policy.parameters())
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 8, 9, 16, 17, 100])
+def test_chunks_are_as_few_and_as_even_as_can_be(num_tokens: int) -> None:
+    chunks = module._chunks(num_tokens, 8)
+    lengths = [len(range(num_tokens)[chunk]) for chunk in chunks]
+    assert sum(lengths) == num_tokens and len(chunks) == -(-num_tokens // 8)
+    assert all(length <= 8 for length in lengths) and 0 not in lengths

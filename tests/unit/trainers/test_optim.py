@@ -8,6 +8,7 @@ from torch import nn
 
 from headrace.errors import ConfigError
 from headrace.trainers.optim import build_adamw, check_schedule, rate_factor
+from headrace.trainers.streamed_adamw import StreamedAdamW
 
 
 def test_schedules_warm_up_then_follow_their_curve() -> None:
@@ -38,3 +39,28 @@ def test_only_matrices_decay() -> None:
     optimizer.step()
     torch.testing.assert_close(module.weight.detach(), before["weight"] * 0.95)
     torch.testing.assert_close(module.bias.detach(), before["bias"])
+
+
+@pytest.mark.parametrize("piece_numel", [16, 48, 10_000])
+def test_moments_in_host_memory_give_the_bits_of_plain_adamw(piece_numel: int) -> None:
+    """However parameters are cut: several to a piece, or several pieces of one."""
+    torch.manual_seed(0)
+    shapes = [(16, 7), (16,), (3, 16), (48,), (33,)]
+    plain, streamed = ([nn.Parameter(torch.empty(shape)) for shape in shapes] for _ in range(2))
+    with torch.no_grad():
+        for one, other in zip(plain, streamed, strict=True):
+            other.copy_(one.normal_())
+    settings = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1}
+    first = torch.optim.AdamW(plain, fused=True, **settings)
+    second = StreamedAdamW(streamed, piece_numel=piece_numel, **settings)
+    for step in range(3):
+        for index, (one, other) in enumerate(zip(plain, streamed, strict=True)):
+            # A parameter without a gradient is left alone and does not count the step.
+            one.grad = None if index == step else torch.randn(one.shape)
+            other.grad = None if one.grad is None else one.grad.clone()
+        first.step()
+        second.step()
+    for one, other in zip(plain, streamed, strict=True):
+        assert torch.equal(one, other)
+        assert list(first.state[one]) == list(second.state[other])
+        assert all(torch.equal(value, second.state[other][key]) for key, value in first.state[one].items())

@@ -1,0 +1,72 @@
+"""The sums that run through the layers, kept in float32 whatever the model is computed in.
+
+In: a decoder whose layers normalise what they read and add what they made (Llama, Qwen, Gemma, OLMoE and their kin).
+Out: the same model, whose running sum is float32 and whose norms hand the matrix products their own dtype. Rounding
+the sum to bfloat16 after every layer is the largest part of what separates engine and trainer: each of the two
+rounds another sum, and layer by layer the difference grows. Other models, and float32 ones, stay as they are.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def keep_float_residual(model: PreTrainedModel) -> bool:
+    """Change the model for good; False for one that is not built so. A second call changes nothing."""
+    layers, last_norm = _layers_and_last_norm(model)
+    if last_norm is None or not all(_reads_through_a_norm(layer) for layer in layers):
+        return False
+    if "forward" in vars(last_norm):
+        return True
+    layers[0].register_forward_pre_hook(_widen)
+    for layer in layers:
+        for child in layer.children():
+            if _is_norm(child):
+                _narrow(child)
+    _narrow(last_norm)
+    return True
+
+
+def residual_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Of what runs from layer to layer."""
+    _, last_norm = _layers_and_last_norm(model)
+    widened = last_norm is not None and "forward" in vars(last_norm)
+    return torch.float32 if widened else model.dtype
+
+
+def _layers_and_last_norm(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module | None]:
+    decoder = model.get_decoder()
+    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    if not isinstance(layers, nn.ModuleList) or not len(layers) or norm is None or not _is_norm(norm):
+        return [], None
+    return list(layers), norm
+
+
+def _reads_through_a_norm(layer: nn.Module) -> bool:
+    """Whether attention and feed-forward get their input from a norm: then no product meets the running sum."""
+    children = dict(layer.named_children())
+    before_feed_forward = {"post_attention_layernorm", "pre_feedforward_layernorm"} & children.keys()
+    known = {"self_attn", "mlp", "input_layernorm", "post_feedforward_layernorm"} | before_feed_forward
+    return "input_layernorm" in children and bool(before_feed_forward) and children.keys() <= known
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm") and "weight" in module._parameters
+
+
+def _widen(_layer: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (given[0].float(), *given[1:])
+
+
+def _narrow(norm: Any) -> None:
+    norm.forward = MethodType(_narrow_forward, norm)
+
+
+def _narrow_forward(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = type(norm).forward(norm, hidden)
+    return made.to(norm.weight.dtype)
