@@ -19,7 +19,7 @@ from headrace.scoring.process_model import ProcessModel, load_process_model
 from headrace.types import StepQuestion
 
 JUDGES = """
-import os, signal
+import os, signal, time
 
 calls = 0
 
@@ -31,6 +31,12 @@ def mortal(steps):
     calls += 1
     if calls > 10:
         os.kill(os.getpid(), signal.SIGKILL)
+    return vowels(steps)
+
+def sleepy(steps):
+    global calls
+    calls += 1
+    time.sleep(1e6 if calls > 10 else 0)
     return vowels(steps)
 """
 
@@ -136,6 +142,14 @@ def test_a_judge_that_is_killed_ends_nothing_but_its_scores(models, tmp_path):
     assert result.summary.attempts["trained"] == 24
     assert result.summary.missing_scores["process: dead"] > 0
     assert any("killed by SIGKILL" in e.get("text", "") for e in events(result.run_dir))
+
+
+def test_a_judge_that_falls_asleep_costs_its_deadline_and_ends_with_the_run(models, tmp_path):
+    process = f"{models}/judges.py:sleepy"
+    result = train(models, tmp_path, process, **{"run.launcher": "local", "scoring.deadline_s": 1.0})
+    assert result.num_steps == 3
+    assert result.summary.attempts["trained"] == 24
+    assert result.summary.missing_scores.keys() == {"process: late"}
 
 
 def test_a_judge_with_another_tokenizer_is_refused(models, tmp_path):

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headrace.errors import HeadraceError, RewardError
-from headrace.scoring.calls import declared_arguments
+from headrace.scoring.calls import Threads, declared_arguments
 from headrace.timekeeping import TimeLedger
 from headrace.types import RoleStatus, StepQuestion
 
@@ -103,6 +103,7 @@ class ProcessScorer:
         self._ledger.switch("idle-no-work")
         self._waiting: list[tuple[StepQuestion, asyncio.Future[np.ndarray]]] = []
         self._worker: asyncio.Task[None] | None = None
+        self._threads = Threads()
         self._num_scores = 0
         self._num_passes = 0
 
@@ -145,7 +146,8 @@ class ProcessScorer:
 
     async def _compute(self, questions: Sequence[StepQuestion]) -> list[Answer]:
         if self._threaded:
-            return await asyncio.to_thread(self._core.score, questions)
+            # A thread that never comes back must not keep the process from ending.
+            return await self._threads.run(lambda: self._core.score(questions))
         return self._core.score(questions)
 
     def _named(self, error: Exception, question: StepQuestion) -> Exception:
@@ -169,3 +171,4 @@ class ProcessScorer:
         """A pass under way ends by itself; nobody waits for it."""
         for _, answer in self._waiting:
             answer.cancel()
+        self._threads.close()
