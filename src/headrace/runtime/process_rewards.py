@@ -25,7 +25,7 @@ from headrace.runtime.plan import ProcessPlan
 from headrace.runtime.scoring_meter import ScoringMeter
 from headrace.runtime.scoring_stage import InvalidScore, check_columns
 from headrace.runtime.state import LiveGroup
-from headrace.types import Completion, Episode, ScoreColumn, StepQuestion, Task
+from headrace.types import Completion, Episode, ScoreColumn, StepQuestion, Task, Turn
 
 PLACES = 64
 """Questions at the scorer at a time; it answers many in one pass."""
@@ -81,19 +81,25 @@ class ProcessRewards:
         if watch is not None:
             await watch.settled()
         ends, scores = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)]
-        offset, turns = 0, episode.trajectories[0].turns
-        for number, turn in enumerate(turns):
-            completion = turn.completion
-            if offset + completion.num_tokens > self.num_told(live, attempt):
-                last = number == len(turns) - 1
-                column = await self.ask(
-                    live, attempt, offset, turn.prompt_ids, completion, finished=True, last=last
-                )
-                assert column.step_ends is not None and column.step_scores is not None
-                ends.append(column.step_ends)
-                scores.append(column.step_scores)
-            offset += completion.num_tokens
+        turns = episode.trajectories[0].turns
+        for offset, turn in self.untold(live, attempt, turns):
+            last = turn is turns[-1]
+            column = await self.ask(
+                live, attempt, offset, turn.prompt_ids, turn.completion, finished=True, last=last
+            )
+            assert column.step_ends is not None and column.step_scores is not None
+            ends.append(column.step_ends)
+            scores.append(column.step_scores)
         return self._column(live, attempt, np.concatenate(ends), np.concatenate(scores))
+
+    def untold(self, live: LiveGroup, attempt: int, turns: Sequence[Turn]) -> list[tuple[int, Turn]]:
+        """Finished turns with steps that are not scored, and how many tokens were sampled before each."""
+        told, found, offset = self.num_told(live, attempt), [], 0
+        for turn in turns:
+            if offset + turn.completion.num_tokens > told:
+                found.append((offset, turn))
+            offset += turn.completion.num_tokens
+        return found
 
     def num_told(self, live: LiveGroup, attempt: int) -> int:
         """Sampled tokens whose steps are scored."""
@@ -102,12 +108,19 @@ class ProcessRewards:
         return 0 if ends is None or not len(ends) else int(ends[-1])
 
     async def ask_beside(
-        self, live: LiveGroup, attempt: int, offset: int, prompt_ids: np.ndarray, completion: Completion
+        self,
+        live: LiveGroup,
+        attempt: int,
+        offset: int,
+        prompt_ids: np.ndarray,
+        completion: Completion,
+        *,
+        finished: bool,
     ) -> ScoreColumn:
         """Ask about steps that have ended while the attempt goes on."""
         async with asyncio.timeout(self.plan.deadline_s), self._places:
             with self._meter.asking(self.name):
-                return await self.ask(live, attempt, offset, prompt_ids, completion, finished=False)
+                return await self.ask(live, attempt, offset, prompt_ids, completion, finished=finished)
 
     def tell(self, column: ScoreColumn) -> None:
         self._record({"kind": "scores", "columns": [column]})
@@ -164,7 +177,7 @@ class StepWatch:
         self._rewards = rewards
         self._live = live
         self._attempt = attempt
-        self._latest: tuple[int, np.ndarray, Completion] | None = None
+        self._latest: tuple[np.ndarray, Completion] | None = None
         self._asking: asyncio.Task[None] | None = None
         self._failed = False
         self.gave_up = rewards.is_hopeless(live, attempt)
@@ -176,11 +189,11 @@ class StepWatch:
         """The running turn has sampled ``so_far``; called between two pieces of the engine's progress."""
         if self._failed or self.gave_up:
             return
-        offset = sum(turn.completion.num_tokens for turn in self._live.turns.get(self._attempt, ()))
+        offset = sum(turn.completion.num_tokens for turn in self._turns)
         ends = split(so_far.token_ids, so_far.logprobs, self._rewards.plan.rule, finished=False)
         if not len(ends) or offset + int(ends[-1]) <= self._rewards.num_told(self._live, self._attempt):
             return
-        self._latest = (offset, prompt_ids, so_far)
+        self._latest = (prompt_ids, so_far)
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask(), name=f"steps {self._live.group}/{self._attempt}")
 
@@ -198,23 +211,40 @@ class StepWatch:
     async def _ask(self) -> None:
         try:
             while self._latest is not None and not self._failed:
-                (offset, prompt_ids, so_far), self._latest = self._latest, None
-                column = await self._question(offset, prompt_ids, so_far)
-                if column is None:
+                # What a turn that has ended left open comes first: scores are told in order.
+                if not await self._told_finished_turns():
                     return
-                self._rewards.tell(column)
+                (prompt_ids, so_far), self._latest = self._latest, None
+                offset = sum(turn.completion.num_tokens for turn in self._turns)
+                if not await self._told(offset, prompt_ids, so_far, finished=False):
+                    return
                 if self._rewards.is_hopeless(self._live, self._attempt):
                     return await self._give_up()
         finally:
             self._asking = None
 
-    async def _question(self, offset: int, prompt_ids: np.ndarray, so_far: Completion) -> ScoreColumn | None:
-        """None: it failed. It is put again, with a deadline and a line in the ledger, when the attempt has ended."""
+    @property
+    def _turns(self) -> Sequence[Turn]:
+        """Those that have ended."""
+        return self._live.turns.get(self._attempt, ())
+
+    async def _told_finished_turns(self) -> bool:
+        for offset, turn in self._rewards.untold(self._live, self._attempt, self._turns):
+            if not await self._told(offset, turn.prompt_ids, turn.completion, finished=True):
+                return False
+        return True
+
+    async def _told(self, offset: int, prompt_ids: np.ndarray, so_far: Completion, *, finished: bool) -> bool:
+        """False: it failed. It is put again, with a deadline and a line in the ledger, when the attempt has ended."""
         try:
-            return await self._rewards.ask_beside(self._live, self._attempt, offset, prompt_ids, so_far)
+            column = await self._rewards.ask_beside(
+                self._live, self._attempt, offset, prompt_ids, so_far, finished=finished
+            )
         except Exception:
             self._failed = True
-            return None
+            return False
+        self._rewards.tell(column)
+        return True
 
     async def _give_up(self) -> None:
         if self._attempt in self._live.episodes:

@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 
 from headrace.algos.advantages import grpo
 from headrace.algos.process import token_advantages
-from headrace.data.steps import StepRule, split
+from headrace.data.steps import StepRule, split, step_borders
 from headrace.engines.scripted import ScriptedEngine, hashed_script
 from headrace.errors import RoleError
 from headrace.observe.verdict import hidden_share
 from headrace.plan import virtual_clock
+from headrace.runtime.journal import read
 from headrace.runtime.plan import ProcessPlan
+from headrace.runtime.state import RunState
 from headrace.trainers.scripted import ScriptedTrainer
-from headrace.types import RoleStatus
+from headrace.types import RoleStatus, Trajectory
 
 RULE = StepRule(kind="tokens", num_tokens=5)
 
@@ -149,6 +151,49 @@ def test_steps_judged_on_the_way_are_those_of_the_finished_text(tmp_path, form, 
     for key, advantages in expected_advantages(trainer.samples, parity, form=form, weight=0.5):
         sample = trainer.samples[key]
         np.testing.assert_allclose(sample.advantages[sample.loss_mask], advantages, atol=1e-6)
+
+
+class TwoTurns(OneTurn):
+    """The second prompt repeats everything before it."""
+
+    async def run(self, task, policy):
+        first = await policy.sample(np.array([int(task.id)], np.int32), self._sampling)
+        prompt = np.concatenate([first.prompt_ids, first.completion.token_ids, [7, 7]]).astype(np.int32)
+        second = await policy.sample(prompt, self._sampling)
+        return (Trajectory(turns=(first, second), text=""),)
+
+
+def test_steps_of_several_turns_are_told_in_order_and_none_reaches_into_the_next(tmp_path):
+    async def main():
+        pipeline = make_pipeline(
+            tmp_path,
+            process_plan(),
+            engines=[ScriptedEngine(script=hashed_script(mean_tokens=20), token_s=0.01)],
+            environment=TwoTurns(max_tokens=32),
+            trainer=(trainer := RecordingTrainer()),
+            process=ScriptedSteps(token_s=0.0005),
+        )
+        await pipeline.run()
+        return pipeline.state, trainer
+
+    state, trainer = virtual_clock.run(main())
+    groups, again = [], RunState()
+    for record in read(tmp_path / "journal", 0):
+        again.apply(record)
+        if record["kind"] == "scored":
+            groups.append(again.live(record["group"]).scored)
+    assert state.missing_scores == {}
+    assert len(groups) >= 12
+    for group in groups:
+        for episode in group.episodes:
+            first, second = (turn.completion for turn in episode.trajectories[0].turns)
+            wanted = [
+                *split(first.token_ids, first.logprobs, RULE, finished=True),
+                *(split(second.token_ids, second.logprobs, RULE, finished=True) + first.num_tokens),
+            ]
+            assert step_borders(group, episode.attempt)[0].tolist() == wanted
+    for sample in trainer.samples.values():
+        assert np.ptp(sample.advantages[sample.loss_mask]) > 0
 
 
 def test_most_steps_are_judged_before_their_attempt_ends_and_cost_their_new_tokens_only(tmp_path):
