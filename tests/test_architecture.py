@@ -23,7 +23,7 @@ SOURCE = ROOT / "src"
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
-MAX_SETTINGS = 88
+MAX_SETTINGS = 89
 
 CONTRACT = frozenset({"types", "protocols", "errors", "timekeeping", "wire"})
 PURE = frozenset({"algos", "data"})
@@ -42,6 +42,7 @@ TOP = frozenset(
         "bench",
         "evaluation",
         "memory",
+        "replay",
     }
 )
 
@@ -51,7 +52,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "timekeeping": frozenset(),
     "protocols": frozenset({"types", "errors"}),
     "wire": frozenset({"types", "errors"}),
-    "config": frozenset({"types", "errors"}),
+    "config": frozenset({"types", "errors", "algos"}),
     "run_directory": frozenset({"config", "errors"}),
     "algos": CONTRACT,
     "data": CONTRACT | {"algos"},

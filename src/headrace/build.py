@@ -8,13 +8,16 @@ and by each process for itself in a ``local`` one.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.algos.composition import parameter_values
 from headrace.config import EngineSettings, Settings
+from headrace.config.settings import AlgoSettings
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.data.steps import parse_rule
@@ -57,7 +60,9 @@ def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
         drop_zero_variance=rollout.drop_zero_variance,
         overlong_buffer_tokens=algo.overlong_buffer,
         overlong_factor=algo.overlong_factor,
+        truncated_penalty=_truncated_penalty(algo),
         max_tokens=rollout.max_tokens,
+        vocab_size=_vocab_size(settings),
         seed=run.seed,
         interrupt=settings.weights.mode,
         checkpoint_every=run.checkpoint_every,
@@ -82,6 +87,21 @@ def _process_plan(settings: Settings, renderer: Renderer | None) -> ProcessPlan 
         deadline_s=s.deadline_s,
         abort_below=s.abort_below,
     )
+
+
+def _vocab_size(settings: Settings) -> int | None:
+    """As the model's configuration has it, where that lies here."""
+    file = Path(settings.model.path or "") / "config.json"
+    if not file.is_file():
+        return None
+    config = json.loads(file.read_text(encoding="utf-8"))
+    return config.get("text_config", config).get("vocab_size")
+
+
+def _truncated_penalty(algo: AlgoSettings) -> float:
+    """What an attempt whose completion was cut off loses."""
+    values = parameter_values(algo.loss, algo.corrections, algo.options, guard=algo.guard)
+    return float(values["truncated.penalty"]) if values["truncated.mode"] == "penalise" else 0.0
 
 
 def model_directory(settings: Settings) -> Path:

@@ -1,4 +1,4 @@
-"""The command line: ``headrace train | demo | eval | doctor | plan | bench``.
+"""The command line: ``headrace train | demo | eval | doctor | replay | plan | bench``.
 
 Every command that prints figures takes ``--json FILE``. A mistake is one sentence on standard error and
 an exit code that is not zero; ``--traceback`` shows where it came from.
@@ -22,6 +22,7 @@ from headrace.cli_common import JsonFile, Overrides, RunFile, Traceback, write_j
 from headrace.config import Settings, load
 from headrace.errors import HeadraceError
 from headrace.memory.commands import plan
+from headrace.replay.commands import replay
 
 app = typer.Typer(
     help="Reinforcement learning for language models that keeps every GPU fed with tokens.",
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(plan, name="plan")
+app.command()(replay)
 
 
 @app.command()

@@ -20,6 +20,7 @@ from headrace.types import (
     Request,
     RoleStatus,
     Sampling,
+    SamplingMask,
     ScoreColumn,
     StepQuestion,
     StepResult,
@@ -51,9 +52,15 @@ class Engine(Protocol):
         ...
 
     async def score(
-        self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0, policy: str = "policy"
+        self,
+        token_ids: Sequence[np.ndarray],
+        *,
+        temperature: float = 1.0,
+        policy: str = "policy",
+        masks: Sequence[SamplingMask | None] | None = None,
     ) -> list[np.ndarray]:
-        """float32 [T] logprobs of given tokens under the policy's current weights; entry 0 is 0."""
+        """float32 [T] logprobs of given tokens under the policy's current weights; entry 0 is 0. ``masks``: the
+        tokens each sequence's were chosen among, a row for each of its tokens; None: the whole vocabulary."""
         ...
 
     async def begin_update(self, mode: InterruptMode) -> None:

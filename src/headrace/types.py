@@ -23,7 +23,7 @@ import numpy as np
 FinishReason = Literal["stop", "length", "abort"]
 """Why sampling ended. ``abort`` means unfinished: the completion can be resumed from its tokens."""
 
-DropReason = Literal["stale", "failed", "cancelled", "zero-variance", "over-length"]
+DropReason = Literal["stale", "failed", "cancelled", "zero-variance", "over-length", "wide-mask"]
 """Why an admitted attempt was never trained."""
 
 InterruptMode = Literal["never", "drain", "abort", "block"]
@@ -34,6 +34,10 @@ BundleKind = Literal["full", "adapter", "delta"]
 
 TensorForm = Literal["dense", "sparse"]
 """How bytes stand for a tensor: all its elements, or those that changed, as ``weights/delta`` writes them."""
+
+
+MAX_KEPT_TOKENS = 8192
+"""Ids that training takes in one row of a ``SamplingMask``; trained models keep a few dozen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +255,8 @@ class Sample:
     temperature: float
     kv_versions: np.ndarray
     """int32 [R, 2], as in ``Completion``."""
+    finish_reason: FinishReason = "stop"
+    """Of its last completion."""
     ref_logprobs: np.ndarray | None = None
     """float32 [T]; None: no engine computed them."""
     routing: Routing | None = None
@@ -286,6 +292,8 @@ class StepResult:
     num_loss_tokens: int
     skipped: str | None = None
     """Why the optimizer was not stepped (non-finite gradient, ...); None: it was."""
+    warning: str | None = None
+    """What people should hear about the step at once; None: nothing."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """For people. Nothing in the library decides by them."""
 

@@ -133,7 +133,7 @@ def test_a_misspelt_setting_suggests_the_nearest(workplace):
     [
         (["rollout.max_lag=many"], ["rollout.max_lag", "whole number of at least 0"]),
         (["rollout.group_size=1"], ["rollout.group_size", "algo.advantage", "set"]),
-        (["rollout.top_p=0.9"], ["rollout.top_p", "set rollout.top_p = 1.0"]),
+        (["rollout.top_k=9000"], ["rollout.top_k", "set rollout.top_k = 8192 or less"]),
         (["model.path=/nowhere"], ["model.path", "/nowhere does not exist", "check the path"]),
         (
             ["model.path=nobody/nothing"],

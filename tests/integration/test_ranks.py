@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import headrace
 from headrace import demo
 from headrace.errors import RoleError, TrainingError
 from headrace.launch.local import LocalCluster
-from headrace.types import StepResult
+from headrace.types import SamplingMask, StepResult, TrainBatch
 from headrace.weights.shared_memory import SharedMemoryReceiver
 
 STEPS = 10
@@ -32,6 +33,9 @@ METRICS = (
     "effective_samples",
     "mismatch_p99",
     "masked_fraction",
+    "masked_by_m2po",
+    "version_span_mean",
+    "learning_rate",
 )
 
 
@@ -101,7 +105,10 @@ def test_two_ranks_train_publish_and_save_as_one_process_does(tmp_path: Path) ->
     assert_same_curve(curve(resumed, range(STEPS + 1, STEPS + 3)), more)
 
 
-MANY_THINGS = {"trainer.minibatches": 3, "algo.loss": "decoupled", "algo.kl": "k3", "algo.kl_coef": 0.1}
+MANY_THINGS = {
+    **{"trainer.minibatches": 3, "algo.loss": "decoupled", "algo.kl": "k3", "algo.kl_coef": 0.1},
+    **{"algo.corrections": ["opsm", "m2po"], "algo.options": {"m2po.tau": 0.2}, "algo.guard": "scale"},
+}
 BALANCED = {"algo.balance_coef": 0.1, "algo.kl": "k3", "algo.kl_coef": 0.1}
 
 
@@ -230,3 +237,36 @@ def test_a_whole_run_trains_over_two_ranks_and_goes_on_with_one(
         settings={**settings, "trainer.ranks": 1, "run.steps": 6},
     )
     assert with_one.num_steps == 6
+
+
+def test_kept_sets_reach_the_ranks_and_are_trained_on_as_in_one_process(tmp_path: Path) -> None:
+    """Some samples have them and some do not, so that ranks compute both kinds at the same time."""
+
+    def masked(step: int) -> TrainBatch:
+        batch, rng = make_batch(step), np.random.default_rng(step)
+        samples = []
+        for number, sample in enumerate(batch.samples):
+            sets = [
+                np.unique(np.append(rng.integers(0, 32, 6), token)) if sampled else np.zeros(0, np.int64)
+                for token, sampled in zip(sample.token_ids, sample.loss_mask, strict=True)
+            ]
+            mask = SamplingMask(
+                token_ids=np.concatenate(sets).astype(np.int32), offsets=np.cumsum([0, *map(len, sets)])
+            )
+            samples.append(sample if number % 3 == 0 else replace(sample, sampling_mask=mask))
+        return replace(batch, samples=tuple(samples))
+
+    model, steps = make_model(tmp_path / "model", "llama"), range(1, 6)
+    alone = single(model, tmp_path / "segments")
+    expected = [alone.step(masked(step)) for step in steps]
+    assert all(0 < result.metrics["truncated_fraction"] < 1 for result in expected)
+
+    async def train() -> list[StepResult]:
+        async with ranked(model, tmp_path / "logs", ranks=2) as cluster:
+            return [await cluster.trainer.step(masked(step)) for step in steps]
+
+    found = within(60, train)
+    assert_same_curve(found, expected)
+    for one, other in zip(found, expected, strict=True):
+        for name in ("kept_mass", "truncated_fraction"):
+            assert one.metrics[name] == pytest.approx(other.metrics[name], rel=1e-5), name

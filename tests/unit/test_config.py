@@ -68,8 +68,9 @@ OTHER_VALUES = {
     "algo.clip_low": 3e-4,
     "algo.clip_high": 4e-4,
     "algo.aggregation": "seq-mean-token-mean",
-    "algo.correction": "tis",
-    "algo.tis_cap": 5.0,
+    "algo.corrections": ("seq-tis", "opsm"),
+    "algo.options": {"seq-tis.cap": 5.0, "truncated.mode": "mask"},
+    "algo.guard": "stop",
     "algo.kl": "k3",
     "algo.balance_coef": 0.01,
     "algo.kl_coef": 0.01,
@@ -290,9 +291,8 @@ def test_syntax_error_names_the_line(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "fields"),
     [
-        (["rollout.top_k=5"], ["rollout.top_k", "sampling masks are not replayed", "= 0"]),
-        (["rollout.top_p=0.9"], ["rollout.top_p", "sampling masks are not replayed", "= 1.0"]),
-        (["rollout.min_p=0.1"], ["rollout.min_p", "sampling masks are not replayed", "= 0.0"]),
+        (["rollout.top_k=8193"], ["rollout.top_k", "8192 kept ids are recorded", "= 8192"]),
+        (["rollout.top_k=5", "rollout.temperature=0"], ["rollout.temperature", "above 0"]),
         (["rollout.temperature=0"], ["rollout.temperature", "above 0"]),
         (["rollout.group_size=1"], ["rollout.group_size", "algo.advantage"]),
         (["rollout.group_size=1", "algo.advantage=rloo"], ["rollout.group_size", "rloo"]),
@@ -320,7 +320,37 @@ def test_syntax_error_names_the_line(tmp_path):
             ],
             ["algo.reference", "model.path"],
         ),
-        (["algo.loss=decoupled", "algo.correction=tis"], ["algo.correction", "algo.loss"]),
+        (
+            ["algo.loss=decoupled", "algo.corrections=tis"],
+            ["algo.corrections has tis", "algo.loss = decoupled"],
+        ),
+        (["algo.loss=gspo", "algo.corrections=icepop"], ["algo.corrections", "seq-tis or seq-mis"]),
+        (["algo.corrections=['tis', 'mis']"], ["algo.corrections", "counted twice"]),
+        (["algo.corrections=['opsm', 'opsm']"], ["algo.corrections", "name it once"]),
+        (["algo.corrections=imaginary"], ["algo.corrections", "imaginary", "m2po"]),
+        (["algo.loss=sapo", "algo.clip_high=0.3"], ["algo.clip_high", "sapo", "unset"]),
+        (["algo.options.tis.cap=3.0"], ["algo.options", "tis.cap", "not in use"]),
+        (["algo.corrections=tis", "algo.options.tis.cup=3.0"], ["tis.cup", "did you mean tis.cap?"]),
+        (["algo.corrections=tis", "algo.options.tis.cap=high"], ["tis.cap", "a number above 0"]),
+        (["algo.corrections=tis", "algo.options.tis.cap=true"], ["tis.cap", "a number above 0"]),
+        (["algo.options.ppo.dual_clip=1.2"], ["ppo.dual_clip", "above 1 + clip_high (1.28)"]),
+        (["algo.corrections=icepop", "algo.options.icepop.low=9.0"], ["icepop.low", "icepop.high"]),
+        (["algo.options.truncated.mode=drop"], ["truncated.mode", "one of keep, mask, penalise"]),
+        (["algo.options.truncated.penalty=0.5"], ["truncated.penalty", '"truncated.mode" = "penalise"']),
+        (["algo.guard=off", "algo.options.guard.mismatch=0.5"], ["guard.mismatch", "guard is not in use"]),
+        (
+            ["algo.corrections=tis", "algo.clip_high=0.3"],
+            ["algo.clip_high", "corrections = tis", "trainer.minibatches"],
+        ),
+        (
+            ["algo.loss=decoupled", "algo.clip_low=0.1"],
+            ["algo.clip_low", "loss = decoupled", "trainer.minibatches"],
+        ),
+        (
+            ["algo.loss=sapo", "algo.corrections=mis", "algo.options.sapo.tau_neg=2.0"],
+            ["sapo.tau_neg", "corrections = mis", "trainer.minibatches"],
+        ),
+        (["algo.advantage=maxrl", "algo.overlong_buffer=16"], ["algo.advantage", "algo.overlong_buffer = 0"]),
         (["algo.overlong_buffer=256"], ["algo.overlong_buffer", "rollout.max_tokens = 256"]),
         (["reward.functions=['a:b']", "reward.weights=[1, 2]"], ["reward.weights", "reward.functions"]),
         (["reward.functions=exact"], ["reward.functions", "module:function"]),
@@ -332,8 +362,22 @@ def test_syntax_error_names_the_line(tmp_path):
 def test_impossible_combination_is_one_sentence(overrides, fields):
     message = refusal(*overrides)
     assert "\n" not in message
-    assert message.endswith(".")
+    assert message.endswith((".", "?"))
     assert all(field in message for field in fields)
+
+
+def test_parameters_may_be_written_with_quoted_names_as_tables_or_one_by_one(tmp_path):
+    texts = ['options = {"tis.cap" = 3.0}', "options.tis.cap = 3.0", "options = {tis = {cap = 3.0}}"]
+    for text in texts:
+        settings = load(write(tmp_path, f'[algo]\ncorrections = ["tis"]\n{text}\n'))
+        assert settings.algo.options == {"tis.cap": 3.0}
+    assert load(None, ["algo.corrections=tis", "algo.options.tis.cap=3.0"]).algo == settings.algo
+
+
+def test_bounds_act_with_several_minibatches_or_an_interpolated_prox():
+    load(None, ["algo.corrections=tis", "algo.clip_high=0.3", "trainer.minibatches=2"])
+    load(None, ["algo.loss=decoupled", "algo.clip_high=0.3", "algo.options.decoupled.prox=interpolated"])
+    load(None, ["algo.loss=decoupled", "algo.options.decoupled.cap=3.0"])
 
 
 def test_combinations_are_checked_on_direct_construction_too():

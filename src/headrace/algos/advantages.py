@@ -2,11 +2,11 @@
 
 In: the returns of the attempts that are compared with each other. Out: float32 of the same length, which
 ``data.samples`` spreads over each attempt's sampled tokens. An advantage depends on its own group only;
-the one batch-wide step, ``whiten``, is applied to new samples when a batch is taken.
+the batch-wide steps, ``whiten`` and ``scale_by_returns``, are applied to new samples when a batch is taken.
 
 GRPO: arXiv 2402.03300. Dr.GRPO: arXiv 2503.20783. RLOO: arXiv 2402.14740. REINFORCE++, with groups its
 baseline variant: arXiv 2501.03262; its per-token KL reward is left out, since KL is a term of the loss
-here. Soft overlong punishment: DAPO, arXiv 2503.14476.
+here. MaxRL: maximum likelihood RL (2026). Lite PPO: arXiv 2508.08221. Soft overlong punishment: DAPO, arXiv 2503.14476.
 """
 
 from __future__ import annotations
@@ -55,15 +55,37 @@ def reinforce_pp(returns: Returns) -> np.ndarray:
     return (values - values.mean()).astype(np.float32) if values.size > 1 else values.astype(np.float32)
 
 
+def maxrl(returns: Returns) -> np.ndarray:
+    """(R - mean) / mean, for returns of at least 0; a group that earned nothing has no direction."""
+    values = _finite(returns)
+    if values.size and values.min() < 0:
+        raise ValueError(
+            f"returns: advantage maxrl divides by the group's mean, so none may be below 0, not {values.min():g}; "
+            "use rewards of at least 0, or another algo.advantage"
+        )
+    mean = values.mean() if values.size else 0.0
+    return ((values - mean) / mean if mean > 0 else np.zeros_like(values)).astype(np.float32)
+
+
+def lite_ppo(returns: Returns) -> np.ndarray:
+    """R minus the group mean; complete only after ``scale_by_returns`` over the batch."""
+    return dr_grpo(returns)
+
+
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": grpo,
     "dr-grpo": dr_grpo,
     "rloo": rloo,
     "reinforce++": reinforce_pp,
+    "maxrl": maxrl,
+    "lite-ppo": lite_ppo,
 }
 
 BATCH_WHITENED = frozenset({"reinforce++"})
 """Advantages that ``whiten`` completes when a batch is taken."""
+
+BATCH_SCALED = frozenset({"lite-ppo"})
+"""Advantages that ``scale_by_returns`` completes when a batch is taken."""
 
 
 def whiten(samples: Sequence[Sample], *, eps: float = 1e-8) -> tuple[Sample, ...]:
@@ -79,6 +101,16 @@ def whiten(samples: Sequence[Sample], *, eps: float = 1e-8) -> tuple[Sample, ...
         return replace(sample, advantages=moved.astype(np.float32))
 
     return tuple(map(whitened, samples))
+
+
+def scale_by_returns(
+    samples: Sequence[Sample], returns: Sequence[float], *, eps: float = 1e-4
+) -> tuple[Sample, ...]:
+    """New samples whose advantages are divided by the deviation of all the batch's returns."""
+    if len(returns) < 2:
+        return tuple(samples)
+    scale = np.float32(1.0 / (np.std(np.asarray(returns, dtype=np.float64), ddof=1) + eps))
+    return tuple(replace(sample, advantages=sample.advantages * scale) for sample in samples)
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> float:

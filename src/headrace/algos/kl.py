@@ -6,9 +6,10 @@ expectation over the behaviour policy's own samples:
     k2   sg(policy / behavior) * d^2 / 2
     k3   (policy / behavior) * (e^-d - 1 + d)       the ratio is NOT detached
 
-Without its ratio k2 is right on-policy only. Plain k3 as a loss, or k3 with a detached ratio, has the
-gradient of KL(ref || policy) instead: the wrong direction. Schulman, joschu.net/blog/kl-approx.html;
-DeepSeek-V3.2, arXiv 2512.02556.
+``k1``, d itself, is an estimate for people and for rewards: as a loss its gradient is zero in expectation, so it is
+not offered as one. Without its ratio k2 is right on-policy only. Plain k3 as a loss, or k3 with a detached
+ratio, has the gradient of KL(ref || policy) instead: the wrong direction. Schulman,
+joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv 2512.02556.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from typing import Literal, Protocol
 
 import torch
 
-from headrace.algos.corrections import MAX_LOG_RATIO, ratio
+from headrace.algos.ratios import MAX_LOG_RATIO, ratio
 
 KLName = Literal["none", "k2", "k3"]
+
+
+K1_REFUSAL = "kl 'k1' as a loss has a gradient of zero in expectation, so it would hold nothing: use k2 or k3"
 
 
 class KLEstimator(Protocol):
@@ -30,6 +34,13 @@ class KLEstimator(Protocol):
         behavior_logprobs_T: torch.Tensor,
         ref_logprobs_T: torch.Tensor,
     ) -> torch.Tensor: ...
+
+
+def k1(
+    *, policy_logprobs_T: torch.Tensor, behavior_logprobs_T: torch.Tensor, ref_logprobs_T: torch.Tensor
+) -> torch.Tensor:
+    """log policy - log ref, for figures and rewards."""
+    return policy_logprobs_T - ref_logprobs_T
 
 
 def k2(
@@ -47,3 +58,4 @@ def k3(
 
 
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k2": k2, "k3": k3}
+"""Those that are right as a loss."""

@@ -64,6 +64,33 @@ def bench_train(
     write_json(json_file, figures)
 
 
+@bench.command("head")
+def bench_head(
+    vocab_size: Annotated[int | None, typer.Option("--vocab", min=64, help="151936 on a GPU")] = None,
+    hidden_size: Annotated[int | None, typer.Option("--hidden", min=8, help="1536 on a GPU")] = None,
+    num_tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="16384 on a GPU")] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """The trainer's head over kept sets (top-k, top-p) against the whole vocabulary: time and memory."""
+    import torch
+
+    from headrace.bench import head
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    usual = {"cuda": (151936, 1536, 16384), "cpu": (32768, 256, 512)}[device]
+    figures = head.run(
+        vocab_size=vocab_size or usual[0],
+        hidden_size=hidden_size or usual[1],
+        num_tokens=num_tokens or usual[2],
+        device=device,
+        repeats=repeats,
+    )
+    Console().print(head.table(figures))
+    write_json(json_file, figures)
+
+
 @bench.command("step")
 def bench_step(
     shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",
@@ -223,18 +250,40 @@ def bench_trl(
 def bench_lag(
     seeds: Annotated[int, typer.Option(min=1, help="how many seeds")] = 5,
     first_seed: Annotated[int, typer.Option(min=0, help="the first of them")] = 0,
-    picture: Annotated[Path | None, typer.Option(help="write the learning curves here as SVG")] = None,
+    picture: Annotated[Path | None, typer.Option(help="write the figure here as SVG")] = None,
+    sweep: Annotated[
+        Path | None, typer.Option(help="sweep lags and compositions; finished runs are kept in this folder")
+    ] = None,
+    lag: Annotated[list[int] | None, typer.Option(min=0, help="of the sweep; may be repeated")] = None,
+    composition: Annotated[
+        list[str] | None, typer.Option(help="of the sweep, such as cispo+tis@tis.cap=3; may be repeated")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="of each run of the sweep")] = 120,
+    groups: Annotated[int, typer.Option(min=1, help="groups of 16 attempts a step of the sweep")] = 8,
     json_file: JsonFile = None,
     show_traceback: Traceback = False,
 ) -> None:
-    """The demo's reward at lag 0 and 4, seed by seed."""
-    from headrace.bench import lag
+    """The demo's reward at lag 0 and 4, seed by seed; or a sweep over lags, losses and corrections."""
+    from headrace.bench import lag as two_lags
+    from headrace.bench import staleness, staleness_picture
 
-    figures = lag.run(seeds=range(first_seed, first_seed + seeds), on_run=_tell)
-    Console().print(lag.table(figures))
+    chosen = range(first_seed, first_seed + seeds)
+    if sweep is None:
+        figures = two_lags.run(seeds=chosen, on_run=_tell)
+        Console().print(two_lags.table(figures))
+    else:
+        figures = staleness.sweep(
+            sweep,
+            seeds=chosen,
+            lags=tuple(lag or staleness.LAGS),
+            compositions=tuple(composition or staleness.COMPOSITIONS),
+            budget=staleness.Budget(steps=steps, groups=groups),
+            on_run=_tell,
+        )
+        Console().print(staleness.table(figures))
     write_json(json_file, figures)
     if picture is not None:
-        lag.write_picture(figures, picture)
+        (two_lags.write_picture if sweep is None else staleness_picture.write)(figures, picture)
 
 
 def _tell(line: str) -> None:

@@ -11,13 +11,15 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from headrace.algos.composition import Composition, compose
 from headrace.errors import ConfigError
+from headrace.types import MAX_KEPT_TOKENS
 
 if TYPE_CHECKING:
-    from headrace.config.settings import Settings
+    from headrace.config.settings import AlgoSettings, Settings
 
 _STEPS = re.compile(r"delimiter:.+|tokens:[1-9]\d*|entropy:\d*\.?\d+", re.DOTALL)
-_COMPARES_ATTEMPTS = ("grpo", "dr-grpo", "rloo")
+_COMPARES_ATTEMPTS = ("grpo", "dr-grpo", "rloo", "maxrl", "lite-ppo")
 
 
 def check(settings: Settings, *, training: bool) -> None:
@@ -30,17 +32,11 @@ def check(settings: Settings, *, training: bool) -> None:
 
 def _sampling(s: Settings) -> Iterator[str]:
     rollout = s.rollout
-    cuts = (
-        ("top_k", rollout.top_k, rollout.top_k > 0, 0),
-        ("top_p", rollout.top_p, rollout.top_p < 1, 1.0),
-        ("min_p", rollout.min_p, rollout.min_p > 0, 0.0),
-    )
-    for name, value, is_on, off in cuts:
-        if is_on:
-            yield (
-                f"rollout.{name} is {value}, but sampling masks are not replayed by the trainer yet, so its "
-                f"logprobs would be wrong: set rollout.{name} = {off} to train."
-            )
+    if rollout.top_k > MAX_KEPT_TOKENS:
+        yield (
+            f"rollout.top_k is {rollout.top_k}, but at most {MAX_KEPT_TOKENS} kept ids are recorded for a token that "
+            f"is trained on: set rollout.top_k = {MAX_KEPT_TOKENS} or less, or 0 to keep every token."
+        )
     if rollout.temperature == 0:
         yield (
             "rollout.temperature is 0, which is greedy and leaves nothing to learn from: set it above 0 "
@@ -118,21 +114,51 @@ def _loss(s: Settings) -> Iterator[str]:
             "makes of it: write a warm-started model with headrace.warm_start and set model.path to it, or set "
             "algo.reference = trainer."
         )
-    if algo.loss == "decoupled" and algo.correction == "tis":
-        yield (
-            "algo.correction is tis, but algo.loss = decoupled already weights by the ratio to the engine's "
-            "policy: set algo.correction = none."
-        )
-    if algo.loss == "gspo" and algo.correction == "tis":
-        yield (
-            "algo.correction is tis, which weights tokens, but algo.loss = gspo has one ratio for a sequence: "
-            "set algo.correction = none."
-        )
     if algo.overlong_buffer >= s.rollout.max_tokens:
         yield (
             f"algo.overlong_buffer is {algo.overlong_buffer}, which leaves no length unpunished: set it "
             f"below rollout.max_tokens = {s.rollout.max_tokens}."
         )
+
+
+def _composition(s: Settings) -> Iterator[str]:
+    algo = s.algo
+    try:
+        composition = compose(
+            algo.loss, algo.corrections, clip_low=algo.clip_low, clip_high=algo.clip_high, options=algo.options,
+            guard=algo.guard,
+        )  # fmt: skip
+    except ConfigError as error:
+        yield str(error)
+        return
+    idle = _idle_bounds(algo, composition) if s.trainer.minibatches == 1 else []
+    if idle:
+        yield (
+            f"{' and '.join(idle)} would do nothing: with algo.{_weigher(composition)} the loss compares the policy "
+            "with the one at the start of the step, and with trainer.minibatches = 1 these are the same; set "
+            "trainer.minibatches to 2 or more, or leave it out."
+        )
+    penalised = composition.values["truncated.mode"] == "penalise" or algo.overlong_buffer > 0
+    if algo.advantage == "maxrl" and penalised:
+        yield (
+            "algo.advantage is maxrl, which needs returns of at least 0, but long completions are to lose reward: set "
+            'algo.overlong_buffer = 0 and "truncated.mode" to keep or mask, or another algo.advantage.'
+        )
+
+
+def _idle_bounds(algo: AlgoSettings, composition: Composition) -> list[str]:
+    """Settings that bound the ratio of policy and prox, where these are never apart in a step of one update."""
+    if composition.plan.anchor == "behavior" or composition.values.get("decoupled.prox") == "interpolated":
+        return []
+    clips = [name for name in ("clip_low", "clip_high") if getattr(algo, name) is not None]
+    weights = ("decoupled.cap", "decoupled.prox")
+    bounds = [name for name in algo.options if name.startswith(f"{algo.loss}.") and name not in weights]
+    return [f"algo.{name}" for name in clips] + [f'algo.options "{name}"' for name in bounds]
+
+
+def _weigher(composition: Composition) -> str:
+    weight = composition.plan.weight
+    return "loss = decoupled" if weight == "decoupled" else f"corrections = {weight}"
 
 
 def _reward(s: Settings) -> Iterator[str]:
@@ -212,4 +238,4 @@ def _lora(s: Settings) -> Iterator[str]:
 
 _Rule = Callable[["Settings"], Iterator[str]]
 _ALWAYS: tuple[_Rule, ...] = (_reward, _scoring, _engine)
-_TRAINING: tuple[_Rule, ...] = (_sampling, _groups, _batch, _ranks, _loss, _lora, _warm_start)
+_TRAINING: tuple[_Rule, ...] = (_sampling, _groups, _batch, _ranks, _loss, _composition, _lora, _warm_start)

@@ -31,6 +31,7 @@ MAY_CHANGE = frozenset(
         "reward.error_budget",
         "reward.workers",
         "scoring.deadline_s",
+        "algo.guard",
         "trainer.on_nonfinite",
         "trainer.ranks",
         "trainer.expert_ranks",

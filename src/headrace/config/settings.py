@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from headrace.algos.parameters import flat
 from headrace.config.checks import check
 from headrace.types import InterruptMode
 
@@ -51,6 +52,7 @@ Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Pair = Annotated[tuple[Share, Share], BeforeValidator(_as_tuple)]
 Options = Annotated[dict[str, JsonValue], AfterValidator(_without_none)]
+Parameters = Annotated[Options, AfterValidator(flat)]
 
 
 class Section(BaseModel):
@@ -131,12 +133,14 @@ class RolloutSettings(Section):
     temperature: float = Field(1.0, ge=0)
     """Divides the logits before sampling; the trainer computes logprobs at the same temperature."""
     top_k: int = Field(0, ge=0)
-    """Sample among the so many likeliest tokens; 0 keeps all. Refused in training."""
+    """Sample among the so many likeliest tokens; 0 keeps all. The trainer computes logprobs over the same tokens,
+    of which 8192 are recorded at most."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample among the likeliest tokens that hold this probability; 1 keeps all. Refused in training."""
+    """Sample among the likeliest tokens that hold this probability; 1 keeps all. Recorded for training as for
+    top_k; a group with a wider set is dropped as wide-mask."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Sample among tokens with this share of the likeliest one's probability; 0 keeps all. Refused in
-    training."""
+    """Sample among tokens with this share of the likeliest one's probability; 0 keeps all. Recorded for training as
+    for top_p."""
     stop: Texts = ()
     """Tokens that end a completion besides the model's own end of text; each must be one token."""
     max_lag: int = Field(1, ge=0)
@@ -188,25 +192,35 @@ class ScoringSettings(Section):
 class AlgoSettings(Section):
     """From rewards to a loss."""
 
-    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = "grpo"
-    """Baseline and scale: group mean and deviation, group mean only, mean of the others, whole batch."""
-    loss: Literal["ppo", "cispo", "gspo", "decoupled"] = "ppo"
+    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "maxrl", "lite-ppo"] = "grpo"
+    """Baseline and scale: group mean and deviation, group mean only, mean of the others, whole batch, group mean and
+    itself, group mean and the batch's deviation."""
+    loss: Literal[
+        "ppo", "gspo", "gmpo", "cispo", "sapo", "aspo", "decoupled", "aipo", "dppo-tv", "vespo", "dro"
+    ] = "ppo"
     """`ppo` with the two clips below is also DAPO's; `decoupled` clips against the policy at the start of
-    the step."""
+    the step; `docs/losses.md` has the formulas."""
     clip_low: float | None = Field(None, ge=0)
-    """Clips the probability ratio at 1 minus this; not set: 0.2, for `gspo` 3e-4, for `cispo` 1 (no clip)."""
+    """Clips the probability ratio at 1 minus this; not set: 0.2, for `gspo` 3e-4, for `gmpo` 0.4 (of the log), for
+    `cispo` 1 (no clip)."""
     clip_high: float | None = Field(None, ge=0)
-    """Clips the probability ratio at 1 plus this; not set: 0.28, for `gspo` 4e-4, for `cispo` 5."""
+    """Clips the probability ratio at 1 plus this; not set: 0.28, for `gspo` 4e-4, for `gmpo` 0.4, for `cispo` 5."""
     aggregation: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
     ] = "token-mean"
     """How the losses of a batch's tokens become one number."""
-    correction: Literal["none", "tis"] = "none"
-    """`tis` weights tokens by the truncated ratio between the trainer's policy and the engine's."""
-    tis_cap: float = Field(2.0, gt=0)
-    """Largest weight `tis` gives a token."""
+    corrections: Texts = ()
+    """What is done about the gap between the trainer's policy and the engine's: at most one weight (`tis`, `icepop`,
+    `mis`, `seq-tis`, `seq-mis`) and any filters (`geo-filter`, `k3-filter`, `max-k2-filter`, `opsm`, `m2po`); see
+    `docs/losses.md`."""
+    options: Parameters = Field(default_factory=dict)
+    """Parameters of the loss, its corrections, the guard and truncated completions, by qualified name (`"tis.cap"`);
+    `docs/losses.md` lists them."""
+    guard: Literal["off", "warn", "scale", "stop"] = "warn"
+    """What a batch too far from the policy does: `warn`, also `scale` the learning rate by the root of the share of
+    effective samples, or `stop` the run."""
     kl: Literal["none", "k2", "k3"] = "none"
-    """Estimator of the divergence from the starting model."""
+    """Estimator of the divergence from the starting model. k1 is not offered: as a loss it has no gradient."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of that divergence in the loss."""
     reference: Literal["trainer", "engine"] = "trainer"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from headrace.data import masks
 from headrace.types import NO_KV, Completion, Routing, SamplingMask
 
 EMPTY = Completion(
@@ -30,7 +31,7 @@ def tail(completion: Completion, start: int) -> Completion:
         finish_reason=completion.finish_reason,
         kv_versions=completion.kv_versions,
         routing=completion.routing,
-        sampling_mask=None if mask is None else _mask_tail(mask, start),
+        sampling_mask=None if mask is None else masks.cut(mask, start, completion.num_tokens),
     )
 
 
@@ -47,27 +48,15 @@ def join(first: Completion, rest: Completion) -> Completion:
     )
 
 
-def _mask_tail(mask: SamplingMask, start: int) -> SamplingMask:
-    begin = mask.offsets[start]
-    return SamplingMask(token_ids=mask.token_ids[begin:], offsets=mask.offsets[start:] - begin)
-
-
 def _join_masks(first: Completion, rest: Completion) -> SamplingMask | None:
     if first.sampling_mask is None and rest.sampling_mask is None:
         return None
-    a, b = _mask_or_full(first), _mask_or_full(rest)
-    return SamplingMask(
-        token_ids=np.concatenate([a.token_ids, b.token_ids]),
-        offsets=np.concatenate([a.offsets, a.offsets[-1] + b.offsets[1:]]),
-    )
+    return masks.join([_mask_or_whole(first), _mask_or_whole(rest)])
 
 
-def _mask_or_full(completion: Completion) -> SamplingMask:
-    if completion.sampling_mask is not None:
-        return completion.sampling_mask
-    return SamplingMask(
-        token_ids=np.zeros(0, np.int32), offsets=np.zeros(completion.num_tokens + 1, np.int64)
-    )
+def _mask_or_whole(completion: Completion) -> SamplingMask:
+    mask = completion.sampling_mask
+    return masks.whole(completion.num_tokens) if mask is None else mask
 
 
 def _later_routing(first: Routing | None, rest: Routing | None) -> Routing | None:

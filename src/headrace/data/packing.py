@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.types import Sample
+from headrace.data import masks
+from headrace.types import Sample, SamplingMask
 
 NO_PARENT = -1
 MIN_SAVING = 0.04
@@ -53,6 +54,8 @@ class PackedRow:
     """float32 [T]."""
     ref_logprobs: np.ndarray | None
     """float32 [T]; None unless every sample of the row carries them."""
+    sampling_mask: SamplingMask | None
+    """A row for each token [T]; None: no sample of the row has one."""
 
     @property
     def num_tokens(self) -> int:
@@ -136,12 +139,25 @@ def pack_row(samples: Sequence[Sample], bundles: Sequence[Bundle]) -> PackedRow:
         advantages=join(lambda sample: sample.advantages, np.float32),
         temperatures=np.repeat(temperatures, lengths),
         ref_logprobs=join(_ref_logprobs, np.float32) if complete else None,
+        sampling_mask=_joined_mask(samples, spans),
     )
 
 
 def _ref_logprobs(sample: Sample) -> np.ndarray:
     assert sample.ref_logprobs is not None
     return sample.ref_logprobs
+
+
+def _joined_mask(samples: Sequence[Sample], spans: Sequence[tuple[int, int, int]]) -> SamplingMask | None:
+    kept = [(samples[index].sampling_mask, start, stop) for index, start, stop in spans]
+    if all(mask is None for mask, _, _ in kept):
+        return None
+    return masks.join(
+        [
+            masks.whole(stop - start) if mask is None else masks.cut(mask, start, stop)
+            for mask, start, stop in kept
+        ]
+    )
 
 
 def _spans(

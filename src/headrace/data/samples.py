@@ -66,6 +66,11 @@ def sequences(episodes: Sequence[Episode]) -> list[tuple[np.ndarray, float]]:
     ]
 
 
+def sequence_masks(episodes: Sequence[Episode]) -> list[SamplingMask | None]:
+    """The kept sets that belong to ``sequences``."""
+    return [_chain_sampling_mask(chain, _num_tokens(chain)) for _, chain in _all_chains(episodes)]
+
+
 def _all_chains(episodes: Sequence[Episode]) -> list[tuple[int, list[Turn]]]:
     """With the places of their episodes, in the order of the attempts."""
     return [
@@ -148,6 +153,7 @@ class _Columns:
             advantages=self._advantages[start:end],
             temperature=last.sampling.temperature,
             kv_versions=last.completion.kv_versions,
+            finish_reason=last.completion.finish_reason,
             routing=_chain_routing(chain, num_tokens),
             sampling_mask=_chain_sampling_mask(chain, num_tokens),
         )

@@ -30,6 +30,7 @@ from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
 from headrace.engines.truncated_draws import KeptSets, cut_rows, kept_sets, to_host
 from headrace.models.lora import LoraSpec
+from headrace.types import SamplingMask
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
 
@@ -131,13 +132,20 @@ class DeviceExecutor:
             flight.landed.record()
         return flight
 
-    def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int) -> np.ndarray:
+    def score(
+        self,
+        token_ids: np.ndarray,
+        blocks: list[int],
+        temperature: float,
+        adapter: int,
+        mask: SamplingMask | None = None,
+    ) -> np.ndarray:
         slot, table = self._passes.state.scoring_slot, np.array(blocks)
 
         def logits_of(start: int, stop: int) -> torch.Tensor:
             return self._passes.all_logits([Piece(slot, start, token_ids[start:stop], table, adapter)])
 
-        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
+        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of, mask)
 
     def _bring_known_tokens(self, slots: np.ndarray) -> None:
         """A row whose token is booked may never have drawn here: the last row of a prompt, for one."""

@@ -31,6 +31,7 @@ from headrace.types import (
     InterruptMode,
     Request,
     RoleStatus,
+    SamplingMask,
     TensorBlob,
     TensorPatch,
     WeightManifest,
@@ -93,10 +94,15 @@ class EngineDriver:
         self._notice_drained()
 
     async def score(
-        self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0, policy: str = POLICY
+        self,
+        token_ids: Sequence[np.ndarray],
+        *,
+        temperature: float = 1.0,
+        policy: str = POLICY,
+        masks: Sequence[SamplingMask | None] | None = None,
     ) -> list[np.ndarray]:
         self._ensure_alive()
-        return self._core.score(token_ids, temperature, policy)
+        return self._core.score(token_ids, temperature, policy, masks)
 
     async def begin_update(self, mode: InterruptMode) -> None:
         self._ensure_alive()

@@ -27,6 +27,7 @@ from headrace.engines.sequences import SlotTable
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.lora import LoraSpec
 from headrace.models.paged_attention import KvTensors
+from headrace.types import SamplingMask
 
 _USUAL_TOKENS = 512
 """Tokens a running sequence is given room for when ``kv_tokens`` is not set."""
@@ -105,7 +106,14 @@ class PlainExecutor:
         logits_RV = self._pass.logits(rows, wanted)
         return LandedFlight(slots, self._draw(slots, logits_RV))
 
-    def score(self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int) -> np.ndarray:
+    def score(
+        self,
+        token_ids: np.ndarray,
+        blocks: list[int],
+        temperature: float,
+        adapter: int,
+        mask: SamplingMask | None = None,
+    ) -> np.ndarray:
         table = np.zeros(self._pass.num_table_entries(len(token_ids)), dtype=np.int64)
         table[: len(blocks)] = blocks
 
@@ -114,7 +122,7 @@ class PlainExecutor:
             rows.add_chunk(token_ids[start:stop], start, table, adapter)
             return self._pass.logits(rows, np.arange(stop - start))
 
-        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of)
+        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of, mask)
 
     def _add_decoding(self, rows: Rows, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Add the decoding slots; returns them in another order, and the row of each."""

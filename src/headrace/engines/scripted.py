@@ -24,6 +24,7 @@ from headrace.types import (
     InterruptMode,
     Request,
     RoleStatus,
+    SamplingMask,
     TensorBlob,
     TensorPatch,
     WeightManifest,
@@ -129,7 +130,12 @@ class ScriptedEngine:
         self._aborted |= self._running.intersection(request_ids)
 
     async def score(
-        self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0, policy: str = "policy"
+        self,
+        token_ids: Sequence[np.ndarray],
+        *,
+        temperature: float = 1.0,
+        policy: str = "policy",
+        masks: Sequence[SamplingMask | None] | None = None,
     ) -> list[np.ndarray]:
         return [np.where(np.arange(len(ids)) == 0, 0.0, -1.0).astype(np.float32) for ids in token_ids]
 

@@ -31,7 +31,7 @@ from headrace.engines.scheduler import Scheduler, Work
 from headrace.engines.sequences import Sequence, new_sequence, resting_completion
 from headrace.errors import TaskError, WeightSyncError
 from headrace.timekeeping import TimeLedger
-from headrace.types import Completion, FinishReason, Request, TensorBlob, TensorPatch
+from headrace.types import Completion, FinishReason, Request, SamplingMask, TensorBlob, TensorPatch
 
 _NOBODYS = -1
 """The version of blocks that are never found by anybody else."""
@@ -196,13 +196,20 @@ class TorchEngine:
         return int(self._policies.versions[self._policies.room_for(policy)])
 
     def score(
-        self, token_ids: Several[np.ndarray], temperature: float = 1.0, policy: str = POLICY
+        self,
+        token_ids: Several[np.ndarray],
+        temperature: float = 1.0,
+        policy: str = POLICY,
+        masks: Several[SamplingMask | None] | None = None,
     ) -> list[np.ndarray]:
-        """float32 [T] logprobs of each sequence's tokens under the policy's weights; entry 0 is 0."""
+        """float32 [T] logprobs of each sequence's tokens under the policy's weights; entry 0 is 0. ``masks``: the
+        tokens they were chosen among, where those were not all."""
         adapter = self._policies.adapter_of(policy)
+        sets = [None] * len(token_ids) if masks is None else masks
         with self._ledger.activity("prefill"):
             return [
-                self._score_one(np.asarray(ids, dtype=np.int64), temperature, adapter) for ids in token_ids
+                self._score_one(np.asarray(ids, dtype=np.int64), temperature, adapter, mask)
+                for ids, mask in zip(token_ids, sets, strict=True)
             ]
 
     def counters(self) -> dict[str, float]:
@@ -266,16 +273,20 @@ class TorchEngine:
                 if sequence.adapter == adapter:
                     self._scheduler.preempt(sequence)
 
-    def _score_one(self, token_ids: np.ndarray, temperature: float, adapter: int) -> np.ndarray:
+    def _score_one(
+        self, token_ids: np.ndarray, temperature: float, adapter: int, mask: SamplingMask | None
+    ) -> np.ndarray:
         if len(token_ids) > self.limit_tokens:
             raise TaskError(
                 f"a sequence of {len(token_ids)} tokens cannot be scored by an engine that takes "
                 f"{self.limit_tokens}; shorten it or raise kv_tokens up to the model's context."
             )
         blocks = self._borrow(len(token_ids))
-        logprobs = self._executor.score(token_ids, blocks, temperature, adapter)
+        try:
+            logprobs = self._executor.score(token_ids, blocks, temperature, adapter, mask)
+        finally:
+            self._pool.release(blocks)
         self._scheduler.counters.prefill_tokens += max(0, len(token_ids) - 1)
-        self._pool.release(blocks)
         return logprobs
 
     def _borrow(self, num_rows: int) -> list[int]:

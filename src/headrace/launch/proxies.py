@@ -21,6 +21,7 @@ from headrace.types import (
     InterruptMode,
     Request,
     RoleStatus,
+    SamplingMask,
     StepQuestion,
     StepResult,
     Task,
@@ -73,9 +74,15 @@ class RemoteEngine:
         await self._call("abort", list(request_ids))
 
     async def score(
-        self, token_ids: Sequence[np.ndarray], *, temperature: float = 1.0, policy: str = "policy"
+        self,
+        token_ids: Sequence[np.ndarray],
+        *,
+        temperature: float = 1.0,
+        policy: str = "policy",
+        masks: Sequence[SamplingMask | None] | None = None,
     ) -> list[np.ndarray]:
-        return await self._call("score", list(token_ids), temperature, policy)
+        sets = [] if masks is None else [list(masks)]
+        return await self._call("score", list(token_ids), temperature, policy, *sets)
 
     async def begin_update(self, mode: InterruptMode) -> None:
         await self._call("begin_update", mode)

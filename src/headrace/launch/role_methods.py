@@ -18,7 +18,9 @@ Method = Callable[[Any, list[Any], Note | None], Awaitable[Any]]
 ENGINE: Mapping[str, Method] = {
     "generate": lambda engine, args, note: engine.generate(args[0], on_progress=note),
     "abort": lambda engine, args, note: engine.abort(args[0]),
-    "score": lambda engine, args, note: engine.score(args[0], temperature=args[1], policy=args[2]),
+    "score": lambda engine, args, note: engine.score(
+        args[0], temperature=args[1], policy=args[2], **({"masks": args[3]} if len(args) > 3 else {})
+    ),
     "begin_update": lambda engine, args, note: engine.begin_update(args[0]),
     "apply": lambda engine, args, note: engine.apply(args[0]),
     "cancel_update": lambda engine, args, note: engine.cancel_update(),

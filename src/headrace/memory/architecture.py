@@ -265,7 +265,15 @@ def _rule_hooks(layer: nn.Module, kept: _Kept, fed: _Kept) -> list[Any]:
         if isinstance(module, nn.Linear):
             hooks.append(module.register_forward_pre_hook(lambda _, given: fed.add(given[0])))
         if "Norm" in type(module).__name__:
-            hooks.append(module.register_forward_pre_hook(lambda _, given: kept.add(given[0])))
+            # A sum in float32 is kept where the layer begins; behind it the narrow term that was added is enough.
+            whole = module is getattr(layer, "input_layernorm", None)
+            hooks.append(
+                module.register_forward_pre_hook(
+                    lambda norm, given, whole=whole: kept.add(
+                        given[0] if whole else given[0].to(norm.weight.dtype)
+                    )
+                )
+            )
         children = dict(module.named_children())
         if "act_fn" in children:
             width = min((c.in_features for c in children.values() if isinstance(c, nn.Linear)), default=0)

@@ -62,12 +62,13 @@ def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_b
     token = model.compiled if plan.on_gpu and plan.compiled else model.eager
     num_recomputed = 0
     if plan.on_gpu:
+        left = USABLE_SHARE * max(room - sum(kept.values()) - head, 0)
         num_recomputed = layers_to_recompute(
             plan.row_tokens,
             num_layers=model.num_layers,
-            bytes_per_token=token.layers + token.outside,
+            bytes_per_token=token.layers,
             input_bytes=token.layer_input,
-            free_bytes=USABLE_SHARE * max(room - sum(kept.values()) - head, 0),
+            free_bytes=left - token.outside * plan.row_tokens,
         )
     device: Bytes = {
         **kept,

@@ -173,6 +173,7 @@ def _loss_text(tokens_by_state: Mapping[str, int]) -> str:
         "stale": "set staleness to pace, or raise max_lag",
         "zero-variance": "choose tasks that are neither solved nor hopeless, or larger groups",
         "over-length": "raise max_tokens",
+        "wide-mask": "set rollout.top_k, or lower rollout.top_p",
         "failed": "see the drop events for the cause",
     }
     return (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.algos.advantages import BATCH_WHITENED, whiten
+from headrace.algos.advantages import BATCH_SCALED, BATCH_WHITENED, scale_by_returns, whiten
 from headrace.runtime.buffer import ReadyGroup
 from headrace.types import TrainBatch
 
@@ -17,6 +17,8 @@ def make_batch(groups: Sequence[ReadyGroup], *, step: int, version: int, advanta
     samples = tuple(sample for group in ordered for sample in group.samples)
     if advantage in BATCH_WHITENED:
         samples = whiten(samples)
+    if advantage in BATCH_SCALED:
+        samples = scale_by_returns(samples, [value for group in ordered for value in group.returns])
     return TrainBatch(step=step, version=version, samples=samples)
 
 

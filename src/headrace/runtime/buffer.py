@@ -25,6 +25,8 @@ class ReadyGroup:
     """Ordered by attempt."""
     oldest_version: int
     mean_return: float
+    returns: tuple[float, ...] = ()
+    """Of each attempt."""
 
 
 class RolloutBuffer:

@@ -48,4 +48,8 @@ class DropWatch:
             )
         if reason == "over-length":
             return TaskError(f"{number} groups had prompts too long for the model, none fitted; {detail}")
+        if reason == "wide-mask":
+            return TaskError(
+                f"{number} groups were drawn from sets too wide to record, none fitted; {detail}"
+            )
         return None

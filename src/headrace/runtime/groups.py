@@ -16,6 +16,7 @@ import numpy as np
 
 from headrace.algos.advantages import ADVANTAGES, is_zero_variance, overlong_penalty
 from headrace.algos.process import token_advantages
+from headrace.data.kept_limits import mask_fault
 from headrace.data.returns import weighted_return
 from headrace.data.samples import build_samples
 from headrace.data.steps import step_borders
@@ -120,6 +121,10 @@ class GroupRunner:
     async def _run(self, live: LiveGroup) -> None:
         try:
             episodes = await self._attempts(live)
+            fault = mask_fault(episodes, vocab_size=self._plan.vocab_size)
+            if fault is not None:
+                self._drop(live.group, *fault)
+                return
             await self._score(live, episodes)
         except Interrupted:
             if not self._paused:
@@ -194,7 +199,9 @@ class GroupRunner:
             raise Interrupted
         missing = settling.result()
         returns = [
-            weighted_return(live.rewards(e.attempt), self._plan.reward_weights) + self._overlong(e)
+            weighted_return(live.rewards(e.attempt), self._plan.reward_weights)
+            + self._overlong(e)
+            - self._truncated(e)
             for e in episodes
         ]
         # Steps that were judged tell attempts apart which ended alike.
@@ -215,6 +222,12 @@ class GroupRunner:
             buffer_tokens=self._plan.overlong_buffer_tokens,
             factor=self._plan.overlong_factor,
         )
+
+    def _truncated(self, episode: Episode) -> float:
+        """What an episode loses if a trainable trajectory of it ended at the length limit."""
+        last_turns = [t.turns[-1] for t in episode.trajectories if t.trainable and t.turns]
+        is_cut = any(turn.completion.finish_reason == "length" for turn in last_turns)
+        return self._plan.truncated_penalty if is_cut else 0.0
 
     def _forget_scores(self, group: int) -> None:
         """An answer that came after a group's end would have nobody to belong to."""
@@ -242,4 +255,5 @@ def ready_group(plan: RunPlan, scored: EpisodeGroup) -> ReadyGroup:
         samples=build_samples(scored, advantages),
         oldest_version=scored.oldest_version,
         mean_return=sum(scored.returns) / len(scored.returns),
+        returns=scored.returns,
     )

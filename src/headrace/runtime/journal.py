@@ -120,6 +120,32 @@ def read(directory: Path, from_step: int, *, skip_bytes: int = 0) -> Iterator[di
             yield from wire.decode(body)
 
 
+def salvage(path: Path, *, start: int = 0) -> Iterator[tuple[int, bytes | None]]:
+    """(offset, body) of each whole frame, and (offset, None) where bytes belong to none: for those who look at a
+    journal and must not stop at damage. What lies behind it is found again by its checksum."""
+    data, at = path.read_bytes(), start
+    while at < len(data):
+        body = _body(data, at)
+        if body is not None:
+            yield at, body
+            at += _FRAME.size + len(body)
+        else:
+            yield at, None
+            at = next((i for i in range(at + 1, len(data)) if _body(data, i) is not None), len(data))
+
+
+def _body(data: bytes, at: int) -> bytes | None:
+    """Of the frame that begins at ``at``; None: none does."""
+    body_at = at + _FRAME.size
+    if body_at >= len(data):
+        return None
+    length, checksum = _FRAME.unpack_from(data, at)
+    if not 0 < length <= len(data) - body_at:
+        return None
+    body = data[body_at : body_at + length]
+    return body if zlib.crc32(body) == checksum else None
+
+
 def _scan(path: Path, *, last: bool, start: int = 0) -> Iterator[tuple[bytes, int]]:
     """(body, bytes on disk) of each whole frame; only the last segment may end in a torn one."""
     data, at = path.read_bytes(), start

@@ -37,8 +37,12 @@ class RunPlan:
     drop_zero_variance: bool = False
     overlong_buffer_tokens: int = 0
     overlong_factor: float = 1.0
+    truncated_penalty: float = 0.0
+    """Return lost by an attempt whose last completion was cut off at its length."""
     max_tokens: int = 256
     """The length at which sampling stops; overlong shaping counts back from it."""
+    vocab_size: int | None = None
+    """Ids the model knows, which recorded kept sets are held against; None: not known."""
     seed: int = 0
     interrupt: InterruptMode = "never"
     checkpoint_every: int = 50

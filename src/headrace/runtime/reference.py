@@ -1,8 +1,9 @@
 """The starting policy as an engine of its own, which never gets new weights.
 
 In: finished episodes, as a source of the scoring stage. Out: the log-probabilities of every token their samples will
-have, at the temperatures they were sampled with. It is asked about each attempt as it ends, one at a time, beside
-generation and training. A loss that needs the reference cannot do without: an engine that does not answer ends the run.
+have, at the temperatures they were sampled with and over the same kept sets. It is asked about each attempt as it
+ends, one at a time, beside generation and training. A loss that needs the reference cannot do without: an engine that
+does not answer ends the run.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.data.samples import sequences
+from headrace.data.samples import sequence_masks, sequences
 from headrace.errors import RoleError
 from headrace.protocols import Engine
 from headrace.runtime.state import REFERENCE
-from headrace.types import Episode, ScoreColumn, Task
+from headrace.types import Episode, SamplingMask, ScoreColumn, Task
 
 
 class ReferencePolicy:
@@ -45,18 +46,23 @@ class ReferencePolicy:
     async def logprobs(self, group: int, episodes: Sequence[Episode]) -> tuple[np.ndarray, ...]:
         """float32 [T] of each sample, in the order of ``build_samples``. Raises RoleError when the engine does
         not answer: nothing else can take its place."""
-        asked = sequences(episodes)
+        asked, masks = sequences(episodes), sequence_masks(episodes)
         answers: dict[int, np.ndarray] = {}
         for temperature in sorted({temperature for _, temperature in asked}):
             places = [i for i, (_, its) in enumerate(asked) if its == temperature]
-            scored = await self._score([asked[i][0] for i in places], temperature, group)
+            token_ids, kept = [asked[i][0] for i in places], [masks[i] for i in places]
+            scored = await self._score(token_ids, kept, temperature, group)
             answers.update(zip(places, scored, strict=True))
         return tuple(answers[i] for i in range(len(asked)))
 
-    async def _score(self, token_ids: list[np.ndarray], temperature: float, group: int) -> list[np.ndarray]:
+    async def _score(
+        self, token_ids: list[np.ndarray], masks: list[SamplingMask | None], temperature: float, group: int
+    ) -> list[np.ndarray]:
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await self._engine.score(token_ids, temperature=temperature)
+                if all(mask is None for mask in masks):
+                    return await self._engine.score(token_ids, temperature=temperature)
+                return await self._engine.score(token_ids, temperature=temperature, masks=masks)
         except TimeoutError:
             raise RoleError(
                 f"waited {self._deadline_s:g} s for {self._engine.name} to score group {group}; look at its log, "

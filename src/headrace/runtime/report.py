@@ -63,6 +63,8 @@ class Reporter:
 
     async def step(self, result: StepResult, batch: Mapping[str, float]) -> None:
         self._trained_tokens += result.num_loss_tokens
+        if result.warning is not None:
+            self._sink.emit("warning", {"text": result.warning})
         roles = await self.statuses()
         elapsed = max(self._clock() - self._since, 1e-9)
         device_s = elapsed * (len(self._engines) + 1)

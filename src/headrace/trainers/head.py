@@ -1,4 +1,4 @@
-"""The output head's matrix products in training.
+"""The output head's matrix products in training, a chunk of tokens at a time.
 
 In: hidden states and head weight of one dtype. Out: float32 logits as engines compute them, and the two
 gradient products, summed in float32. On a GPU the operands keep their dtype; a CPU is given float32 ones.
@@ -8,9 +8,66 @@ Legend: C tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
 
 from headrace.models.head import float_logits
+
+
+def chunk_length(num_tokens: int, longest: int) -> int:
+    """Of chunks as few and as even as can be."""
+    return -(-num_tokens // max(-(-num_tokens // longest), 1))
+
+
+def chunks(num_tokens: int, longest: int) -> list[slice]:
+    length = chunk_length(num_tokens, longest)
+    return [slice(start, start + length) for start in range(0, num_tokens, max(length, 1))]
+
+
+def uncapped_logits(
+    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None
+) -> torch.Tensor:
+    """In float32, before they are capped."""
+    logits_CV = head_logits(hidden_CH, weight_VH)
+    if bias_V is not None:
+        logits_CV += bias_V.float()
+    return logits_CV
+
+
+def capped_logits(
+    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, softcap: float | None
+) -> torch.Tensor:
+    logits_CV = uncapped_logits(hidden_CH, weight_VH, bias_V)
+    return logits_CV if softcap is None else logits_CV.div_(softcap).tanh_().mul_(softcap)
+
+
+def gradient_sum(master_VH: torch.Tensor | None, weight_VH: torch.Tensor) -> torch.Tensor:
+    """What a head's weight gradient is added to: the master's gradient, or zeros for one of the weight's own."""
+    if master_VH is None:
+        return torch.zeros_like(weight_VH, dtype=torch.float32)
+    if master_VH.grad is None:
+        master_VH.grad = torch.zeros_like(master_VH)
+    return master_VH.grad
+
+
+@cache
+def fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """On a GPU each function is one or two passes over its chunk instead of a dozen. The vocabulary stays a
+    constant of the compiled code; a chunk's length is a variable from the first one on."""
+    if device_type != "cuda":
+        return function
+    compiled = torch.compile(function)
+
+    def call(*arguments: Any) -> Any:
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        return compiled(*arguments)
+
+    return call
 
 
 def head_logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:

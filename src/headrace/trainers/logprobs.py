@@ -3,27 +3,37 @@
 In: a model that uses packed attention and a ``PackedRow``. Out: float32 log-probabilities (and entropies) of
 the row's loss tokens at the temperatures they were sampled with. [tokens, vocabulary] never exists
 whole: the forward keeps one normaliser per token, and the backward recomputes one chunk of logits at a
-time, which is gone before the next one is made. Logits are float32 whatever the model is computed in.
+time, which is gone before the next one is made. Logits are float32 whatever the model is computed in. Tokens that
+were drawn from a kept set (top-k, top-p, min-p) are valued over that set, by ``kept_head``.
 
 Legend: T tokens of the row, N loss tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from headrace.data.masks import rows_at
 from headrace.data.packing import PackedRow
 from headrace.errors import ModelError
+from headrace.models.kept_sets import KeptSets, kept_sets
 from headrace.models.packed_attention import PackedLayout, build_layout
-from headrace.trainers.head import add_head_weight_gradient, head_input_gradient, head_logits
+from headrace.trainers.head import (
+    add_head_weight_gradient,
+    chunk_length,
+    chunks,
+    fused,
+    gradient_sum,
+    head_input_gradient,
+    uncapped_logits,
+)
+from headrace.trainers.kept_head import KeptHeadLogprobs
 
 CHUNK_ELEMENTS = 2**24
 """Logits held at once: 64 MiB in float32."""
@@ -45,6 +55,18 @@ class RowTensors:
     sequence_N: torch.Tensor
     sequence_T: torch.Tensor
     num_sequences: int
+    kept: KeptSets | None
+    """The kept sets of the loss tokens; None: all were drawn from the whole vocabulary."""
+
+
+class TokenValues(NamedTuple):
+    """What the head says of a row's loss tokens, all float32 [N]."""
+
+    logprobs_N: torch.Tensor
+    entropy_N: torch.Tensor
+    """Without gradient, as ``kept_mass_N``."""
+    kept_mass_N: torch.Tensor | None
+    """Probability of the kept set under the model's whole distribution, nan where nothing was cut; None: nowhere."""
 
 
 def row_tensors(row: PackedRow, *, device: torch.device | str) -> RowTensors:
@@ -63,30 +85,73 @@ def row_tensors(row: PackedRow, *, device: torch.device | str) -> RowTensors:
         sequence_N=put(row.sequence[loss_tokens]),
         sequence_T=put(row.sequence),
         num_sequences=row.num_sequences,
+        kept=None
+        if row.sampling_mask is None
+        else kept_sets(rows_at(row.sampling_mask, loss_tokens), device),
     )
 
 
-def token_logprobs(
+def token_logprobs(model: PreTrainedModel, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [N] log-probabilities of the loss tokens, and the entropies (without gradient) beside them."""
+    values = head_values(model, row)
+    return values.logprobs_N, values.entropy_N
+
+
+def head_values(
     model: PreTrainedModel, row: RowTensors, *, head_master: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [N] log-probabilities of the loss tokens, and the entropies (without gradient) beside them. The
-    gradient of the head's weight is added to that of ``head_master``, where one is given, and to its own
-    otherwise."""
+) -> TokenValues:
+    """Log-probabilities of the loss tokens with gradient, each over the set it was drawn from. The gradient of the
+    head's weight is added to that of ``head_master``, where one is given, and to its own otherwise."""
     hidden_TH = decoder_output(model, row)
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(
             f"model: {type(model).__name__} has no linear output head; choose a causal language model"
         )
-    return _HeadLogprobs.apply(
-        hidden_TH.index_select(0, row.predictors_N),
-        head.weight,
-        head.bias,
-        row.targets_N,
-        row.temperatures_N,
-        getattr(model.config, "final_logit_softcapping", None),
-        chunk_tokens(head.weight),
-        head_master,
+    hidden_NH = hidden_TH.index_select(0, row.predictors_N)
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    rest = softcap, chunk_tokens(head.weight), head_master
+    given = hidden_NH, head.weight, head.bias, row.targets_N, row.temperatures_N, *rest
+    if row.kept is None:
+        logprobs_N, entropy_N = HeadLogprobs.apply(*given)
+        return TokenValues(logprobs_N, entropy_N, None)
+    if row.kept.all_cut:
+        return TokenValues(*KeptHeadLogprobs.apply(*given, row.kept))
+    return _mixed_values(hidden_NH, head, row, row.kept, *rest)
+
+
+def _mixed_values(
+    hidden_NH: torch.Tensor,
+    head: nn.Linear,
+    row: RowTensors,
+    kept: KeptSets,
+    softcap: float | None,
+    chunk_tokens: int,
+    head_master: torch.Tensor | None,
+) -> TokenValues:
+    """Tokens with and without a kept set in one row: each kind goes through its own head."""
+
+    def given(which: torch.Tensor) -> tuple[Any, ...]:
+        targets, temperatures = row.targets_N[which], row.temperatures_N[which]
+        return (
+            hidden_NH[which],
+            head.weight,
+            head.bias,
+            targets,
+            temperatures,
+            softcap,
+            chunk_tokens,
+            head_master,
+        )
+
+    free, cut = kept.free_and_cut()
+    logprobs, entropy = HeadLogprobs.apply(*given(free))
+    cut_logprobs, cut_entropy, cut_mass = KeptHeadLogprobs.apply(*given(cut), kept.only_cut())
+    at_N = torch.cat((free, cut)).argsort()
+    return TokenValues(
+        torch.cat((logprobs, cut_logprobs))[at_N],
+        torch.cat((entropy, cut_entropy))[at_N],
+        torch.cat((torch.full_like(entropy, torch.nan), cut_mass))[at_N],
     )
 
 
@@ -121,7 +186,7 @@ def head_bytes(
     """The most that the head's forward and backward over so many loss tokens hold. Without ``own_gradient`` the
     weight's gradient is added to a master's, or there is none."""
     width = dtype.itemsize
-    chunk = _chunk_length(num_tokens, _chunk_tokens(vocab_size, on_gpu=on_gpu))
+    chunk = chunk_length(num_tokens, _chunk_tokens(vocab_size, on_gpu=on_gpu))
     # Where nothing is fused, two results on the way stand beside the logits.
     logits = (4 + width if on_gpu else 12) * chunk
     # A narrow gradient is summed in float32, and stands beside that of a tied embedding.
@@ -129,7 +194,7 @@ def head_bytes(
     return logits * vocab_size + own_gradient * gradient + 2 * num_tokens * hidden_size * width
 
 
-class _HeadLogprobs(torch.autograd.Function):
+class HeadLogprobs(torch.autograd.Function):
     """log softmax(softcap(hidden @ weight.T + bias) / temperature) at the targets, chunk by chunk."""
 
     @staticmethod
@@ -147,11 +212,14 @@ class _HeadLogprobs(torch.autograd.Function):
         num_tokens = hidden_NH.shape[0]
         logprobs_N = hidden_NH.new_empty(num_tokens, dtype=torch.float32)
         entropy_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
-        token_values = _fused(_token_values, hidden_NH.device.type)
-        for chunk in _chunks(num_tokens, chunk_tokens):
+        token_values = fused(_token_values, hidden_NH.device.type)
+        for chunk in chunks(num_tokens, chunk_tokens):
             # Logits have no name here: they are gone before the next chunk's are made.
             normaliser_N[chunk], logprobs_N[chunk], entropy_N[chunk] = token_values(
-                _logits(hidden_NH[chunk], weight_VH, bias_V), targets_N[chunk], temperatures_N[chunk], softcap
+                uncapped_logits(hidden_NH[chunk], weight_VH, bias_V),
+                targets_N[chunk],
+                temperatures_N[chunk],
+                softcap,
             )
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, normaliser_N)
         ctx.softcap, ctx.chunk_tokens, ctx.master_VH = softcap, chunk_tokens, master_VH
@@ -164,13 +232,13 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = grad_bias_V = None
         if ctx.needs_input_grad[1]:
-            grad_weight_VH = _sum_to_add_to(ctx.master_VH, weight_VH)
+            grad_weight_VH = gradient_sum(ctx.master_VH, weight_VH)
         if ctx.needs_input_grad[2]:
             grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32)
-        logit_gradient = _fused(_logit_gradient, hidden_NH.device.type)
-        for chunk in _chunks(hidden_NH.shape[0], ctx.chunk_tokens):
+        logit_gradient = fused(_logit_gradient, hidden_NH.device.type)
+        for chunk in chunks(hidden_NH.shape[0], ctx.chunk_tokens):
             grad_CV = logit_gradient(
-                _logits(hidden_NH[chunk], weight_VH, bias_V), targets_N[chunk], temperatures_N[chunk],
+                uncapped_logits(hidden_NH[chunk], weight_VH, bias_V), targets_N[chunk], temperatures_N[chunk],
                 normaliser_N[chunk], grad_N[chunk], ctx.softcap, hidden_NH.dtype,
             )  # fmt: skip
             grad_hidden_NH[chunk] = head_input_gradient(grad_CV, weight_VH)
@@ -184,33 +252,6 @@ class _HeadLogprobs(torch.autograd.Function):
         elif grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
-
-
-def _sum_to_add_to(master_VH: torch.Tensor | None, weight_VH: torch.Tensor) -> torch.Tensor:
-    """The master's gradient, or zeros for one of the weight's own."""
-    if master_VH is None:
-        return torch.zeros_like(weight_VH, dtype=torch.float32)
-    if master_VH.grad is None:
-        master_VH.grad = torch.zeros_like(master_VH)
-    return master_VH.grad
-
-
-def _chunk_length(num_tokens: int, longest: int) -> int:
-    """Of chunks as few and as even as can be."""
-    return -(-num_tokens // max(-(-num_tokens // longest), 1))
-
-
-def _chunks(num_tokens: int, longest: int) -> list[slice]:
-    length = _chunk_length(num_tokens, longest)
-    return [slice(start, start + length) for start in range(0, num_tokens, max(length, 1))]
-
-
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
-    """In float32, before they are capped."""
-    logits_CV = head_logits(hidden_CH, weight_VH)
-    if bias_V is not None:
-        logits_CV += bias_V.float()
-    return logits_CV
 
 
 def _token_values(
@@ -252,20 +293,3 @@ def _logit_gradient(
     if slope_CV is not None:
         grad_CV *= slope_CV
     return grad_CV.to(dtype)
-
-
-@cache
-def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """On a GPU each function is one or two passes over its chunk instead of a dozen. The vocabulary stays a
-    constant of the compiled code; a chunk's length is a variable from the first one on."""
-    if device_type != "cuda":
-        return function
-    compiled = torch.compile(function)
-
-    def call(*arguments: Any) -> Any:
-        for argument in arguments:
-            if isinstance(argument, torch.Tensor):
-                torch._dynamo.maybe_mark_dynamic(argument, 0)
-        return compiled(*arguments)
-
-    return call

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.models.tensors import named_tensors, to_blobs
-from headrace.trainers.logprobs import RowTensors, decoder_output, token_logprobs
+from headrace.trainers.logprobs import RowTensors, TokenValues, decoder_output, head_values
 from headrace.trainers.ranks import ALONE
 from headrace.types import TensorBlob
 
@@ -63,8 +63,8 @@ class MasterWeights:
         head = model.get_output_embeddings()
         self.head_master = None if head is None else head.weight
 
-    def logprobs(self, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprobs(self.policy, row, head_master=self.head_master)
+    def values(self, row: RowTensors) -> TokenValues:
+        return head_values(self.policy, row, head_master=self.head_master)
 
     def hidden(self, row: RowTensors) -> torch.Tensor:
         return decoder_output(self.policy, row)

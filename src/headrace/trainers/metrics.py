@@ -3,7 +3,8 @@
 In: per-token values of every row of this rank. Out: plain numbers for people, over the rows of all ranks. How
 far the trainer is from the engine (``mismatch_*``, ``behavior_kl``, ``effective_samples``) is measured before
 the step's first update only; ``mismatch_*`` moreover on fresh tokens only, where the weights are equal and
-any gap is the engine's.
+any gap is the engine's. ``masked_by_*`` say which share of the tokens each cause left out, ``lag_share_*`` how the
+tokens' lags are spread, ``version_span_*`` over how many versions a sequence was sampled.
 
 Legend: N loss tokens of a row, S its sequences, C columns.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.trainers.objective import LossInputs, RowOutcome
+from headrace.trainers.objective import LossInputs, Objective, RowOutcome
 from headrace.trainers.ranks import ALONE, Ranks
 
 
@@ -30,53 +31,96 @@ class RowRecord:
     entropy_N: torch.Tensor
     before_update: bool
     """True for rows computed with the weights the step started from."""
+    kept_mass_N: torch.Tensor | None = None
+    """As in ``logprobs.TokenValues``."""
 
 
-def step_metrics(records: Sequence[RowRecord], ranks: Ranks = ALONE) -> dict[str, float]:
+LAG_BUCKETS = ((0, 0), (1, 1), (2, 3), (4, 7), (8, None))
+"""First and last lag of each share that is told."""
+
+
+def step_metrics(
+    records: Sequence[RowRecord], objective: Objective, ranks: Ranks = ALONE
+) -> dict[str, float]:
     """Empty when no row had a loss token."""
-    tokens_NC = ranks.join(_joined([_token_columns(record) for record in records], columns=6))
+    causes = objective.causes
+    columns = [_token_columns(record, causes) for record in records]
+    tokens_NC = ranks.join(_joined(columns, columns=6 + len(causes)))
     outcomes = [record.outcome for record in records]
-    loss, kl, balance = ranks.totals(
+    names = objective.component_names
+    loss, balance, *values = ranks.totals(
         float(sum(outcome.loss.detach().double() for outcome in outcomes)),
-        float(sum(outcome.kl.double() for outcome in outcomes)),
         float(sum(outcome.balance for outcome in outcomes if outcome.balance is not None)),
+        *(float(sum(o.values[name].double() for o in outcomes if name in o.values)) for name in names),
     )
-    gaps, fresh, log_weights = _gaps(records)
-    gaps_N2 = ranks.join(
-        _joined([torch.stack([g, f], 1) for g, f in zip(gaps, fresh, strict=True)], columns=2)
-    )
-    log_weights_S = ranks.join(_joined(log_weights))
+    spans_S = ranks.join(_joined([_version_spans(record.inputs) for record in records]))
+    behavior = behavior_metrics(starts(records), ranks)
     if not len(tokens_NC):
         return {}
-    entropy_N, lags_N, low_N, high_N, masked_N, capped_N = tokens_NC.unbind(1)
+    entropy_N, lags_N, low_N, high_N, capped_N, mass_N, *masked = tokens_NC.unbind(1)
     return {
         "loss": loss,
-        "kl": kl,
+        "kl": 0.0,
+        **{name: value for name, value in zip(names, values, strict=True) if name != "policy"},
         # Where it is computed it is never 0: even use is 1.
         **({"expert_imbalance": balance} if balance else {}),
         "entropy": _mean(entropy_N),
         "clip_fraction_low": _mean(low_N),
         "clip_fraction_high": _mean(high_N),
-        "masked_fraction": _mean(masked_N),
+        "masked_fraction": _mean(torch.stack(masked).any(0)),
+        **{f"masked_by_{cause}": _mean(part_N) for cause, part_N in zip(causes, masked, strict=True)},
         "capped_fraction": _mean(capped_N),
-        "lag_mean": _mean(lags_N),
-        "lag_max": float(lags_N.max()),
-        **_behavior_metrics(gaps_N2[:, 0], gaps_N2[:, 1] > 0, log_weights_S),
+        **_lag_metrics(lags_N),
+        "version_span_mean": _mean(spans_S),
+        "version_span_max": float(spans_S.max()),
+        **_kept_metrics(mass_N),
+        **behavior,
     }
 
 
-def _token_columns(record: RowRecord) -> torch.Tensor:
-    """float64 [N, 6]: entropy, lag, clipped low, clipped high, masked, capped."""
-    tokens = record.outcome.tokens
+def _token_columns(record: RowRecord, causes: Sequence[str]) -> torch.Tensor:
+    """float64 [N, 6 + causes]: entropy, lag, clipped low, clipped high, capped, mass of the kept set, masked by each
+    cause."""
+    tokens, mass_N = record.outcome.tokens, record.kept_mass_N
     columns = (
         record.entropy_N,
         record.inputs.lags_N,
         tokens.clipped_low_T,
         tokens.clipped_high_T,
-        tokens.masked_T,
         record.outcome.capped_N,
+        torch.full_like(record.entropy_N, torch.nan) if mass_N is None else mass_N,
+        *(record.outcome.masked[cause] for cause in causes),
     )
     return torch.stack([column.double() for column in columns], dim=1)
+
+
+def _kept_metrics(mass_N: torch.Tensor) -> dict[str, float]:
+    """How much of the distribution top-k, top-p and min-p left, over the tokens that were drawn from a cut one."""
+    cut_N = ~mass_N.isnan()
+    if not bool(cut_N.any()):
+        return {}
+    return {"kept_mass": _mean(mass_N[cut_N]), "truncated_fraction": _mean(cut_N)}
+
+
+def _lag_metrics(lags_N: torch.Tensor) -> dict[str, float]:
+    metrics = {"lag_mean": _mean(lags_N), "lag_max": float(lags_N.max())}
+    for first, last in LAG_BUCKETS:
+        inside_N = (lags_N >= first) & (lags_N <= (math.inf if last is None else last))
+        name = f"{first}" if first == last else f"{first}_up" if last is None else f"{first}_{last}"
+        metrics[f"lag_share_{name}"] = _mean(inside_N)
+    return metrics
+
+
+def _version_spans(row: LossInputs) -> torch.Tensor:
+    """float64 [S] of sequences with loss tokens: newest version less oldest."""
+    lags_N = row.lags_N.double()
+    oldest_S = lags_N.new_full((row.num_sequences,), -math.inf).scatter_reduce_(
+        0, row.sequence_N, lags_N, "amax"
+    )
+    newest_S = lags_N.new_full((row.num_sequences,), math.inf).scatter_reduce_(
+        0, row.sequence_N, lags_N, "amin"
+    )
+    return (oldest_S - newest_S)[oldest_S.isfinite()]
 
 
 def _joined(parts: Sequence[torch.Tensor], *, columns: int | None = None) -> torch.Tensor:
@@ -85,31 +129,33 @@ def _joined(parts: Sequence[torch.Tensor], *, columns: int | None = None) -> tor
     return torch.cat(list(parts)) if parts else empty
 
 
-def _gaps(
-    records: Sequence[RowRecord],
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """By row: trainer against engine for each token [N] and whether it is fresh [N], and the log of each
-    sequence's weight [S]."""
+def starts(records: Sequence[RowRecord]) -> list[tuple[torch.Tensor, LossInputs]]:
+    """Log-probabilities [N] of the weights the step started from, of the rows for which they are known."""
+    known = [(r.inputs.prox_logprobs_N, r) for r in records]
+    return [
+        (record.policy_logprobs_N if prox_N is None else prox_N, record.inputs)
+        for prox_N, record in known
+        if prox_N is not None or record.before_update
+    ]
+
+
+def behavior_metrics(
+    starts: Sequence[tuple[torch.Tensor, LossInputs]], ranks: Ranks = ALONE
+) -> dict[str, float]:
+    """How far the weights a step starts from are from those that sampled its tokens; empty without tokens."""
     gaps: list[torch.Tensor] = []
-    fresh: list[torch.Tensor] = []
     log_weights: list[torch.Tensor] = []
-    for record in records:
-        row, prox_N = record.inputs, record.inputs.prox_logprobs_N
-        if prox_N is None and not record.before_update:
-            continue
-        start_N = record.policy_logprobs_N if prox_N is None else prox_N
+    for start_N, row in starts:
         gap_N = (start_N - row.behavior_logprobs_N).double()
         sums_S = gap_N.new_zeros(row.num_sequences).index_add_(0, row.sequence_N, gap_N)
         has_loss_S = torch.bincount(row.sequence_N, minlength=row.num_sequences) > 0
-        gaps.append(gap_N)
-        fresh.append((row.lags_N == 0).double())
+        gaps.append(torch.stack([gap_N, (row.lags_N == 0).double()], 1))
         log_weights.append(sums_S[has_loss_S])
-    return gaps, fresh, log_weights
-
-
-def _behavior_metrics(
-    gap_N: torch.Tensor, fresh_N: torch.Tensor, log_weights_S: torch.Tensor
-) -> dict[str, float]:
+    gaps_N2 = ranks.join(_joined(gaps, columns=2))
+    log_weights_S = ranks.join(_joined(log_weights))
+    if not len(gaps_N2):
+        return {}
+    gap_N, fresh_N = gaps_N2[:, 0], gaps_N2[:, 1] > 0
     metrics = {
         "behavior_kl": _mean(torch.expm1(gap_N) - gap_N),
         "effective_samples": effective_sample_share(log_weights_S),

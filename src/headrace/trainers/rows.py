@@ -10,18 +10,19 @@ Legend: N loss tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from headrace.algos.aggregation import Aggregation, sequence_weights
+from headrace.algos.corrections import m2po_cutoff
 from headrace.data.packing import PackedRow, pack
 from headrace.trainers.logprobs import RowTensors, row_tensors
-from headrace.trainers.objective import LossInputs
+from headrace.trainers.objective import LossInputs, Part
 from headrace.trainers.ranks import ALONE, Ranks
-from headrace.types import NO_KV, Sample
+from headrace.types import NO_KV, Sample, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,13 @@ class TrainRow:
         """Computed only to keep in step with the other ranks."""
         return self.tensors.targets_N.numel() == 0
 
+    @property
+    def start(self) -> tuple[torch.Tensor, LossInputs] | None:
+        """Log-probabilities of the weights the step starts from and what they are compared with; None: they are not
+        known before the row is computed."""
+        prox_N = self.inputs.prox_logprobs_N
+        return None if prox_N is None or self.is_filler else (prox_N, self.inputs)
+
 
 def train_rows(
     samples: Sequence[Sample],
@@ -49,23 +57,64 @@ def train_rows(
     share_prefixes: bool,
     device: torch.device,
     ranks: Ranks = ALONE,
+    parts: Sequence[Part] = (),
 ) -> list[TrainRow]:
-    """Rows of at most ``row_tokens`` tokens; one without loss tokens is left out."""
+    """Rows of at most ``row_tokens`` tokens; one without loss tokens is left out. Each of ``parts``, the loss's
+    further components, has a normaliser over the tokens it covers."""
     packed = pack(samples, row_tokens=row_tokens, share_prefixes=share_prefixes)
-    counts = np.zeros(len(samples), dtype=np.int64)
-    for row in packed:
-        counts[row.sample_index] = np.bincount(row.sequence[row.loss_mask], minlength=row.num_sequences)
-    everyones = ranks.join(torch.from_numpy(counts)).numpy()
     first = sum(ranks.counts(len(samples))[: ranks.rank])
-    weights = sequence_weights(everyones, aggregation=aggregation, max_tokens=max_tokens)[first:]
-    share = 1.0 / max(len(everyones), 1)
+
+    def token_weights(covered: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """For each row the weights of its loss tokens, 0 where they are not covered."""
+        counts = np.zeros(len(samples), dtype=np.int64)
+        for row, is_covered in zip(packed, covered, strict=True):
+            counts[row.sample_index] = np.bincount(row.sequence[is_covered], minlength=row.num_sequences)
+        everyones = ranks.join(torch.from_numpy(counts)).numpy()
+        weights = sequence_weights(everyones, aggregation=aggregation, max_tokens=max_tokens)[first:]
+        return [
+            (weights[row.sample_index][row.sequence] * is_covered)[row.loss_mask].astype(np.float32)
+            for row, is_covered in zip(packed, covered, strict=True)
+        ]
+
+    own = token_weights([row.loss_mask for row in packed])
+    extra = {part.name: token_weights([part.covers(row) & row.loss_mask for row in packed]) for part in parts}
+    share = 1.0 / max(ranks.totals(len(samples))[0], 1)
     rows = [
-        _device_row(row, weights[row.sample_index], share, version=version, device=device)
-        for row in packed
+        _device_row(
+            row, own[i], share, parts={name: weights[i] for name, weights in extra.items()}, version=version,
+            device=device,
+        )
+        for i, row in enumerate(packed)
         if row.loss_mask.any()
-    ]
+    ]  # fmt: skip
     num_fillers = int(ranks.largest(len(rows))[0]) - len(rows)
-    return rows + [_device_row(*_EMPTY, version=version, device=device)] * num_fillers
+    nothing = {part.name: _NO_WEIGHTS for part in parts}
+    filler = _device_row(*_EMPTY, parts=nothing, version=version, device=device)
+    return rows + [filler] * num_fillers
+
+
+def without_truncated(parts: Sequence[TrainBatch], ranks: Ranks) -> tuple[list[TrainBatch], float]:
+    """The minibatches without completions that were cut off at their length, and the share of tokens left out."""
+    kept = [
+        replace(part, samples=tuple(s for s in part.samples if s.finish_reason != "length")) for part in parts
+    ]
+    before, after = ranks.totals(
+        *(sum(s.num_loss_tokens for part in side for s in part.samples) for side in (parts, kept))
+    )
+    return kept, 1 - after / max(before, 1)
+
+
+def with_cutoff(
+    rows_of_parts: Sequence[Sequence[TrainRow]], *, tau: float, ranks: Ranks
+) -> list[list[TrainRow]]:
+    """Rows that know which of their tokens ``m2po`` leaves out, judged over the whole batch; prox is computed."""
+    known = [start for rows in rows_of_parts for row in rows if (start := row.start) is not None]
+    gaps = [prox_N - inputs.behavior_logprobs_N for prox_N, inputs in known]
+    cutoff = m2po_cutoff(ranks.join(torch.cat(gaps) if gaps else torch.zeros(0)), tau=tau)
+    return [
+        [replace(row, inputs=replace(row.inputs, m2po_cutoff=cutoff)) for row in rows]
+        for rows in rows_of_parts
+    ]
 
 
 _SILENT = Sample(
@@ -79,12 +128,19 @@ _SILENT = Sample(
     temperature=1.0,
     kv_versions=NO_KV,
 )
-_EMPTY = (pack([_SILENT], row_tokens=2)[0], np.zeros(1), 0.0)
+_NO_WEIGHTS = np.zeros(0, dtype=np.float32)
+_EMPTY = (pack([_SILENT], row_tokens=2)[0], _NO_WEIGHTS, 0.0)
 """A row without loss tokens, whose sequence weighs nothing."""
 
 
 def _device_row(
-    row: PackedRow, weights: np.ndarray, sequence_share: float, *, version: int, device: torch.device
+    row: PackedRow,
+    weights: np.ndarray,
+    sequence_share: float,
+    *,
+    parts: Mapping[str, np.ndarray],
+    version: int,
+    device: torch.device,
 ) -> TrainRow:
     mask = row.loss_mask
 
@@ -96,10 +152,11 @@ def _device_row(
         behavior_logprobs_N=put(row.behavior_logprobs[mask]),
         advantages_N=put(row.advantages[mask]),
         lags_N=put(version - row.versions[mask].astype(np.int64)),
-        weights_N=put(weights[row.sequence[mask]].astype(np.float32)),
+        weights_N=put(weights),
         sequence_N=tensors.sequence_N,
         num_sequences=row.num_sequences,
         prox_logprobs_N=None,
         ref_logprobs_N=None if row.ref_logprobs is None else put(row.ref_logprobs[mask]),
+        part_weights_N={name: put(part) for name, part in parts.items()},
     )
     return TrainRow(tensors, inputs, sequence_share)

@@ -27,7 +27,7 @@ from headrace.errors import InvariantError
 from headrace.models.tensors import named_tensors, to_blob
 from headrace.trainers.blocks import decoder_layers
 from headrace.trainers.expert_parallel import divide_experts
-from headrace.trainers.logprobs import RowTensors, decoder_output, token_logprobs
+from headrace.trainers.logprobs import RowTensors, TokenValues, decoder_output, head_values
 from headrace.trainers.ranks import Ranks, Rows
 from headrace.types import TensorBlob
 
@@ -82,7 +82,7 @@ class ShardedWeights:
             raise InvariantError("the ranks do not have the same model: their tensors differ in number")
         self.fill(whole if ranks.is_first else None)
 
-    def logprobs(self, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def values(self, row: RowTensors) -> TokenValues:
         return self._forward(row)
 
     def hidden(self, row: RowTensors) -> torch.Tensor:
@@ -197,7 +197,7 @@ class _Forward(nn.Module):
 
     def forward(self, row: RowTensors, with_head: bool = True) -> Any:
         if with_head:
-            return token_logprobs(self.model, row)
+            return head_values(self.model, row)
         # Not a view: FSDP hangs its hooks on what is returned.
         return decoder_output(self.model, row).clone()
 

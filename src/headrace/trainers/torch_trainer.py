@@ -18,18 +18,20 @@ waiting-for-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from headrace.algos.aggregation import Aggregation, check_aggregation
-from headrace.algos.corrections import CorrectionName, LossName
 from headrace.algos.kl import KLName
+from headrace.algos.parameters import of_owner
+from headrace.data import masks
 from headrace.data.dealing import minibatches
 from headrace.errors import ConfigError, InvariantError, TrainingError
 from headrace.models.lora import LoraSpec
@@ -39,12 +41,13 @@ from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.balance import ExpertBalance
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
-from headrace.trainers.metrics import RowRecord, step_metrics
-from headrace.trainers.objective import Objective, RowOutcome
+from headrace.trainers.guard import Guard, Verdict
+from headrace.trainers.metrics import RowRecord, behavior_metrics, starts, step_metrics
+from headrace.trainers.objective import Objective, Part, RowOutcome
 from headrace.trainers.optim import Schedule, build_adamw, check_schedule, rate_factor, set_learning_rate
 from headrace.trainers.placement import Offload, place_weights
 from headrace.trainers.ranks import ALONE, Ranks
-from headrace.trainers.rows import TrainRow, train_rows
+from headrace.trainers.rows import TrainRow, train_rows, with_cutoff, without_truncated
 from headrace.types import BundleKind, StepResult, TrainBatch, WeightManifest
 
 ComputeDtype = Literal["fp32", "bf16"]
@@ -65,14 +68,15 @@ class TorchTrainer:
         expert_ranks: int = 1,
         offload: Offload = "none",
         tokenizer_dir: Path | None = None,
-        loss: LossName = "ppo",
+        loss: str = "ppo",
         aggregation: Aggregation = "token-mean",
         max_tokens: int | None = None,
         clip_low: float | None = None,
         clip_high: float | None = None,
-        dual_clip: float | None = None,
-        correction: CorrectionName = "none",
-        tis_cap: float = 2.0,
+        corrections: Sequence[str] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+        guard: str = "warn",
+        parts: Sequence[Part] = (),
         kl: KLName = "none",
         kl_coef: float = 0.0,
         keep_reference: bool = True,
@@ -96,15 +100,18 @@ class TorchTrainer:
         first has the model's weights and the ``sender``, on the others ``model`` is hollow; groups of
         ``expert_ranks`` divide a mixture's experts. ``offload`` keeps the optimizer's moments in host memory, for
         a process that trains alone, or all float32 weights and optimizer state, for ranks with a process group.
-        ``compute_dtype`` is what the model is computed and published in. ``keep_reference`` False: the reference
-        of a KL term is not kept here, samples bring its log-probabilities. ``max_tokens`` is the constant of
-        aggregation ``seq-mean-token-sum-norm``; ``grad_clip`` None clips nothing. ``share_prefixes`` computes a
-        prompt once for all attempts at it (None: on a GPU); ``eager`` compiles nothing, for debugging. ``lora``:
-        train this adapter and leave the model's own weights alone."""
+        ``compute_dtype`` is what the model is computed and published in. ``options`` are parameters of the loss, its
+        ``corrections`` and the ``guard`` by qualified name (``catalog.PARAMETERS``), ``parts`` further components of
+        the loss. ``keep_reference`` False: the reference of a KL term is not kept here, samples bring its
+        log-probabilities. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``; ``grad_clip``
+        None clips nothing. ``share_prefixes`` computes a prompt once for all attempts at it (None: on a GPU);
+        ``eager`` compiles nothing, for debugging. ``lora``: train this adapter and leave the model's own weights
+        alone."""
         self.objective = Objective(
-            loss=loss, correction=correction, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
-            tis_cap=tis_cap, kl=kl, kl_coef=kl_coef,
+            loss=loss, corrections=corrections, clip_low=clip_low, clip_high=clip_high, options=options,
+            guard=guard, kl=kl, kl_coef=kl_coef, parts=parts,
         )  # fmt: skip
+        self._guard = Guard(guard, **of_owner(self.objective.composition.values, "guard"))
         check_aggregation(aggregation, max_tokens=max_tokens)
         check_schedule(schedule, warmup_steps=warmup_steps, total_steps=total_steps)
         _check_numbers(minibatches, row_tokens, learning_rate, grad_clip)
@@ -161,21 +168,29 @@ class TorchTrainer:
     def step_parts(self, parts: Sequence[TrainBatch]) -> StepResult:
         """One step over minibatches that were dealt out; of each, this rank has its share. All ranks return
         the same."""
+        vocab_size = self.policy.config.get_text_config().vocab_size
         for part in parts:
-            _check_batch(part, version=self.version, num_steps=self.num_steps)
+            _check_batch(part, version=self.version, num_steps=self.num_steps, vocab_size=vocab_size)
         step = parts[0].step
         rate = self._learning_rate * rate_factor(
             step, schedule=self._schedule, warmup_steps=self._warmup_steps, total_steps=self._total_steps
         )
-        set_learning_rate(self.optimizer, rate)
+        verdict = Verdict()
         records: list[RowRecord] = []
         norms: list[float] = []
         skipped: str | None = None
         with self.ledger.activity("forward-backward"):
-            for index, rows in enumerate(self._prepare(parts)):
+            left_out: dict[str, float] = {}
+            if self.objective.option("truncated.mode") == "mask":
+                parts, left_out["masked_by_truncated"] = without_truncated(parts, self._ranks)
+            prepared = self._prepare(parts)
+            for index, rows in enumerate(prepared):
                 name = f"minibatch {index + 1} of {len(parts)}: " if len(parts) > 1 else ""
                 recorded = self.accumulate(rows, before_update=index == 0)
                 records += recorded
+                if index == 0:
+                    verdict = self._judge(recorded, prepared[1:], step=step)
+                    set_learning_rate(self.optimizer, rate * verdict.rate_factor)
                 norm, reason = self._update(recorded)
                 norms.append(norm)
                 if reason is not None and self._on_nonfinite == "stop" and reason != _NOTHING:
@@ -184,7 +199,7 @@ class TorchTrainer:
                         "or set trainer.on_nonfinite to skip"
                     )
                 skipped = skipped if reason is None else name + reason
-            metrics = step_metrics(records, self._ranks)
+            metrics = step_metrics(records, self.objective, self._ranks) | left_out
         num_loss_tokens, num_rows = self._ranks.totals(
             sum(record.policy_logprobs_N.numel() for record in records), len(records)
         )
@@ -194,8 +209,28 @@ class TorchTrainer:
             version=self.version,
             num_loss_tokens=int(num_loss_tokens),
             skipped=skipped,
-            metrics=metrics | {"grad_norm": max(norms), "learning_rate": rate, "num_rows": num_rows},
+            warning=verdict.warning,
+            metrics=metrics
+            | {
+                "grad_norm": max(norms),
+                "learning_rate": rate * verdict.rate_factor,
+                "num_rows": num_rows,
+            },
         )
+
+    def _judge(
+        self, first: Sequence[RowRecord], later: Sequence[Sequence[TrainRow]], *, step: int
+    ) -> Verdict:
+        """What the guard says to the batch, as far as it is known before the first update."""
+        known = [
+            *starts(first),
+            *(start for rows in later for row in rows if (start := row.start) is not None),
+        ]
+        try:
+            return self._guard.judge(behavior_metrics(known, self._ranks), step=step)
+        except TrainingError:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
 
     def publish(self, version: int) -> WeightManifest:
         """Copy the current weights out through the sender."""
@@ -273,6 +308,7 @@ class TorchTrainer:
                 share_prefixes=self._share_prefixes,
                 device=self._device,
                 ranks=self._ranks,
+                parts=self.objective.parts,
             )
             for part in parts
         ]
@@ -282,8 +318,12 @@ class TorchTrainer:
             with self._weights.off() if isinstance(self._weights, AdapterWeights) else nullcontext():
                 rows_of_parts = [self._with_reference(rows) for rows in rows_of_parts]
         # With one minibatch the policy is prox itself, and the extra pass would compute the same numbers.
-        if self.objective.needs_prox and len(parts) > 1:
+        if self.objective.needs_batch or (self.objective.needs_prox and len(parts) > 1):
             rows_of_parts = [[self._with_prox(row) for row in rows] for rows in rows_of_parts]
+        if self.objective.needs_batch:
+            rows_of_parts = with_cutoff(
+                rows_of_parts, tau=self.objective.option("m2po.tau"), ranks=self._ranks
+            )
         return rows_of_parts
 
     @torch.no_grad()
@@ -295,14 +335,14 @@ class TorchTrainer:
         for row, is_missing in zip(rows, missing, strict=True):
             logprobs_N = row.inputs.ref_logprobs_N
             if is_missing:
-                computed_N, _ = reference.logprobs(row.tensors)
+                computed_N = reference.values(row.tensors).logprobs_N
                 logprobs_N = computed_N if logprobs_N is None else logprobs_N
             done.append(replace(row, inputs=replace(row.inputs, ref_logprobs_N=logprobs_N)))
         return done
 
     @torch.no_grad()
     def _with_prox(self, row: TrainRow) -> TrainRow:
-        logprobs_N, _ = self._weights.logprobs(row.tensors)
+        logprobs_N = self._weights.values(row.tensors).logprobs_N
         return replace(row, inputs=replace(row.inputs, prox_logprobs_N=logprobs_N))
 
     def accumulate(
@@ -325,8 +365,8 @@ class TorchTrainer:
         for index, row in enumerate(rows):
             self._weights.begin_row(is_last=index == len(rows) - 1)
             with self._balance or nullcontext():
-                logprobs_N, entropy_N = self._weights.logprobs(row.tensors)
-            outcome = self._with_balance(self.objective(logprobs_N, row.inputs), row)
+                values = self._weights.values(row.tensors)
+            outcome = self._with_balance(self.objective(values.logprobs_N, row.inputs), row)
             outcome.loss.backward()
             if row.is_filler:
                 continue
@@ -335,8 +375,9 @@ class TorchTrainer:
                 RowRecord(
                     inputs=row.inputs,
                     outcome=outcome,
-                    policy_logprobs_N=logprobs_N.detach(),
-                    entropy_N=entropy_N,
+                    policy_logprobs_N=values.logprobs_N.detach(),
+                    entropy_N=values.entropy_N,
+                    kept_mass_N=values.kept_mass_N,
                     before_update=before_update,
                 )
             )
@@ -390,7 +431,7 @@ def _check_references(parts: Sequence[TrainBatch]) -> None:
             )
 
 
-def _check_batch(batch: TrainBatch, *, version: int, num_steps: int) -> None:
+def _check_batch(batch: TrainBatch, *, version: int, num_steps: int, vocab_size: int) -> None:
     if (batch.version, batch.step) != (version, num_steps + 1):
         raise InvariantError(
             f"step: batch {batch.step} starts from version {batch.version}, but {num_steps} steps are done "
@@ -398,10 +439,11 @@ def _check_batch(batch: TrainBatch, *, version: int, num_steps: int) -> None:
         )
     for sample in batch.samples:
         name = f"sample {sample.group}/{sample.attempt}"
-        if sample.sampling_mask is not None:
+        mask = sample.sampling_mask
+        wrong = None if mask is None else masks.fault(mask, sample.token_ids, vocab_size=vocab_size)
+        if wrong is not None:
             raise TrainingError(
-                f"{name}: its distribution was truncated, which the trainer does not repeat; set top_k to 0, "
-                "top_p to 1 and min_p to 0"
+                f"{name}: its sampling mask is not that of its tokens: {wrong}; give engine and trainer the same model"
             )
         if sample.temperature <= 0:
             raise TrainingError(f"{name}: temperature 0 leaves nothing to train on; set temperature above 0")

@@ -11,9 +11,12 @@ from headrace.algos.advantages import (
     dr_grpo,
     grpo,
     is_zero_variance,
+    lite_ppo,
+    maxrl,
     overlong_penalty,
     reinforce_pp,
     rloo,
+    scale_by_returns,
     whiten,
 )
 from headrace.types import NO_KV, Sample
@@ -53,6 +56,25 @@ def test_rloo_compares_with_the_other_attempts() -> None:
         others = [other for j, other in enumerate(RETURNS) if j != i]
         expected.append(value - sum(others) / len(others))
     np.testing.assert_allclose(rloo(RETURNS), expected, rtol=1e-6)
+
+
+def test_maxrl_divides_by_the_mean() -> None:
+    returns = [1.0, 0.0, 0.5, 0.0]
+    np.testing.assert_allclose(maxrl(returns), [(r - 0.375) / 0.375 for r in returns], rtol=1e-6)
+    assert maxrl([0.0, 0.0]).tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match=r"below 0, not -0\.5.*algo\.advantage"):
+        maxrl(RETURNS)
+
+
+def test_lite_ppo_centres_by_group_and_scales_by_batch() -> None:
+    groups = [[1.0, 0.0], [0.25, 0.5]]
+    returns = [value for group in groups for value in group]
+    samples = [sample([0.0, a], [False, True]) for group in groups for a in lite_ppo(group)]
+    scaled = scale_by_returns(samples, returns)
+    deviation = statistics.stdev(returns)
+    expected = [(r - statistics.mean(g)) / (deviation + 1e-4) for g in groups for r in g]
+    np.testing.assert_allclose([s.advantages[1] for s in scaled], expected, rtol=1e-6)
+    assert scale_by_returns(samples[:1], [1.0]) == tuple(samples[:1])
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.algos.kl import k2, k3
+from headrace.algos.kl import KL_ESTIMATORS, k1, k2, k3
 
 RNG = np.random.default_rng(0)
 LOGITS, REF_LOGITS, BEHAVIOR_LOGITS = RNG.normal(size=(3, 7))
@@ -44,7 +44,7 @@ def expected_gradient(
         gap = policy - ref
         values = (policy - behavior).exp().detach() * (torch.exp(-gap) - 1 + gap)
     else:
-        function = {"k2": k2, "k3": k3}[estimator]
+        function = {"k1": k1, "k2": k2, "k3": k3}[estimator]
         values = function(policy_logprobs_T=policy, behavior_logprobs_T=behavior, ref_logprobs_T=ref)
     (behavior.exp() * values).sum().backward()
     assert logits.grad is not None
@@ -55,6 +55,26 @@ def expected_gradient(
 @pytest.mark.parametrize("behavior_logits", [LOGITS, BEHAVIOR_LOGITS], ids=["on-policy", "off-policy"])
 def test_the_gradient_is_that_of_kl_policy_ref(estimator: str, behavior_logits: np.ndarray) -> None:
     np.testing.assert_allclose(expected_gradient(estimator, behavior_logits), exact_gradient(), atol=1e-8)
+
+
+def test_k1_as_a_loss_would_hold_nothing() -> None:
+    """E[grad log policy] is 0 on the policy's own samples, whatever the reference is."""
+    np.testing.assert_allclose(expected_gradient("k1", LOGITS), 0.0, atol=1e-12)
+    assert "k1" not in KL_ESTIMATORS
+
+
+def test_plain_k3_on_policy_has_the_gradient_of_the_other_direction() -> None:
+    def other_way(logits: np.ndarray) -> float:
+        policy, ref = log_softmax(logits), log_softmax(REF_LOGITS)
+        return float(sum(np.exp(r) * (r - p) for p, r in zip(policy, ref, strict=True)))
+
+    numeric = []
+    for i in range(7):
+        up, down = LOGITS.copy(), LOGITS.copy()
+        up[i] += 1e-6
+        down[i] -= 1e-6
+        numeric.append((other_way(up) - other_way(down)) / 2e-6)
+    np.testing.assert_allclose(expected_gradient("k3", LOGITS, detach_ratio=True), numeric, atol=1e-8)
 
 
 def test_detaching_the_ratio_of_k3_would_turn_the_gradient() -> None:

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.algos.losses import LOSSES, TokenLoss, check_clips, cispo, gspo, ppo_clip
+from headrace.algos.clipped_losses import gspo, ppo
+from headrace.algos.composition import clips_of, compose
+from headrace.algos.losses import LOSSES
+from headrace.algos.ratios import LossTokens, TokenLoss
 from headrace.errors import ConfigError
 
 RNG = np.random.default_rng(3)
@@ -17,15 +20,19 @@ POLICY = ANCHOR + RNG.normal(0, 0.5, NUM_TOKENS)
 ADVANTAGES = np.where(RNG.random(NUM_TOKENS) < 0.5, 1.0, -1.0) * RNG.uniform(0.2, 2.0, NUM_TOKENS)
 
 
-def run(loss: str, policy: torch.Tensor, **clips: float | None) -> TokenLoss:
-    return LOSSES[loss](
-        policy_logprobs_T=policy,
-        anchor_logprobs_T=torch.from_numpy(ANCHOR),
-        advantages_T=torch.from_numpy(ADVANTAGES),
+def tokens(policy: torch.Tensor, advantages: np.ndarray = ADVANTAGES) -> LossTokens:
+    return LossTokens(
+        policy_T=policy,
+        anchor_T=torch.from_numpy(ANCHOR),
+        behavior_T=torch.from_numpy(ANCHOR),
+        advantages_T=torch.from_numpy(advantages),
         sequence_T=torch.from_numpy(SEQUENCE),
         num_sequences=6,
-        **{"dual_clip": None, **clips},
     )
+
+
+def run(loss: str, policy: torch.Tensor, **parameters: float) -> TokenLoss:
+    return LOSSES[loss](tokens(policy), **parameters)
 
 
 def ppo_by_hand(ratio: float, advantage: float, low: float, high: float, dual: float | None = None) -> float:
@@ -48,7 +55,7 @@ def gspo_ratios() -> list[float]:
 @pytest.mark.parametrize("clips", [(0.2, 0.2), (0.2, 0.28), (0.0, 0.0)])
 def test_ppo_clip_matches_its_formula(clips: tuple[float, float], dual_clip: float | None) -> None:
     low, high = clips
-    result = run("ppo", torch.from_numpy(POLICY), clip_low=low, clip_high=high, dual_clip=dual_clip)
+    result = run("ppo", torch.from_numpy(POLICY), clip_low=low, clip_high=high, dual_clip=dual_clip or 0.0)
     expected = [
         ppo_by_hand(math.exp(p - a), adv, low, high, dual_clip)
         for p, a, adv in zip(POLICY, ANCHOR, ADVANTAGES, strict=True)
@@ -100,15 +107,7 @@ def test_gspo_gradient_is_that_of_the_sequence_form() -> None:
         return total
 
     policy = torch.from_numpy(POLICY).requires_grad_()
-    result = gspo(
-        policy_logprobs_T=policy,
-        anchor_logprobs_T=torch.from_numpy(ANCHOR),
-        advantages_T=torch.from_numpy(advantages),
-        sequence_T=torch.from_numpy(SEQUENCE),
-        num_sequences=5,
-        clip_low=1.0,
-        clip_high=100.0,
-    )
+    result = gspo(tokens(policy, advantages), clip_low=1.0, clip_high=100.0)
     (result.loss_T / torch.from_numpy(counts[SEQUENCE])).sum().backward()
     step = 1e-6
     numeric = []
@@ -148,25 +147,25 @@ def test_on_policy_every_loss_is_the_policy_gradient() -> None:
 
 def test_a_wild_ratio_stays_finite() -> None:
     policy = torch.tensor([0.0, -300.0], requires_grad=True)
-    result = ppo_clip(
-        policy_logprobs_T=policy,
-        anchor_logprobs_T=torch.tensor([-300.0, 0.0]),
+    anchor = torch.tensor([-300.0, 0.0])
+    wild = LossTokens(
+        policy_T=policy,
+        anchor_T=anchor,
+        behavior_T=anchor,
         advantages_T=torch.tensor([-1.0, 1.0]),
+        sequence_T=torch.tensor([0, 1]),
+        num_sequences=2,
     )
-    assert torch.isfinite(result.loss_T).all()
+    assert torch.isfinite(ppo(wild, clip_low=0.2, clip_high=0.28).loss_T).all()
 
 
-def test_settings_without_meaning_are_refused() -> None:
-    with pytest.raises(ConfigError, match="dual_clip"):
-        cispo(
-            policy_logprobs_T=torch.zeros(1),
-            anchor_logprobs_T=torch.zeros(1),
-            advantages_T=torch.ones(1),
-            dual_clip=3.0,
-        )
-    with pytest.raises(ConfigError, match="dual_clip"):
-        check_clips("gspo", clip_low=0.1, clip_high=0.1, dual_clip=3.0)
+def test_clips_without_meaning_are_refused() -> None:
+    for loss in ("cispo", "gspo"):
+        with pytest.raises(ConfigError, match="dual_clip"):
+            compose(loss, options={f"{loss}.dual_clip": 3.0})
     with pytest.raises(ConfigError, match="above 1"):
-        check_clips("ppo", clip_low=0.2, clip_high=0.2, dual_clip=1.1)
+        compose("ppo", clip_low=0.2, clip_high=0.2, options={"ppo.dual_clip": 1.1})
     with pytest.raises(ConfigError, match="clip_low"):
-        check_clips("ppo", clip_low=1.2, clip_high=0.2, dual_clip=None)
+        clips_of("ppo", 1.2, 0.2)
+    with pytest.raises(ConfigError, match="no meaning"):
+        clips_of("sapo", 0.2, None)

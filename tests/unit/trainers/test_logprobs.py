@@ -82,13 +82,13 @@ def test_the_logits_of_a_row_are_never_held_whole(
     make_batch: Callable[..., TrainBatch],
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 32 * 4)
-    original, rows_seen = module._logits, []
+    original, rows_seen = module.uncapped_logits, []
 
     def watched(hidden: torch.Tensor, *rest: object) -> object:
         rows_seen.append(hidden.shape[0])
         return original(hidden, *rest)
 
-    monkeypatch.setattr(module, "_logits", watched)
+    monkeypatch.setattr(module, "uncapped_logits", watched)
     model = make_model()
     use_packed_attention(model)
     (row,) = pack(make_batch(num_samples=8).samples, row_tokens=10_000)
@@ -201,7 +201,7 @@ def test_a_narrow_head_adds_its_gradient_to_the_master_in_float32(
     own = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     for _ in range(2):
-        found, _ = masters.logprobs(tensors)
+        found = masters.values(tensors).logprobs_N
         found.sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.dtype == torch.float32
@@ -214,7 +214,7 @@ def test_a_narrow_head_adds_its_gradient_to_the_master_in_float32(
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 8, 9, 16, 17, 100])
 def test_chunks_are_as_few_and_as_even_as_can_be(num_tokens: int) -> None:
-    chunks = module._chunks(num_tokens, 8)
+    chunks = module.chunks(num_tokens, 8)
     lengths = [len(range(num_tokens)[chunk]) for chunk in chunks]
     assert sum(lengths) == num_tokens and len(chunks) == -(-num_tokens // 8)
     assert all(length <= 8 for length in lengths) and 0 not in lengths

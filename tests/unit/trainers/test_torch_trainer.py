@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from headrace.algos.catalog import LOSSES
 from headrace.bench.train import Workload, random_samples
 from headrace.errors import CheckpointError, ConfigError, InvariantError, TrainingError
 from headrace.models.loading import make_tiny_model
@@ -60,7 +61,7 @@ def reference_loss(
         behavior = torch.from_numpy(sample.behavior_logprobs[sample.loss_mask])
         advantage = float(sample.advantages[sample.loss_mask][0])
         anchor, weight = behavior, torch.ones_like(policy)
-        if settings.get("correction") == "tis" or settings.get("loss") == "decoupled":
+        if settings.get("corrections") == ("tis",) or settings.get("loss") == "decoupled":
             anchor = policy.detach()
             weight = torch.clamp((policy.detach() - behavior).exp(), max=1.3)
         ratio = (policy - anchor).exp()
@@ -83,8 +84,8 @@ def reference_loss(
     [
         {},
         {"loss": "cispo"},
-        {"correction": "tis", "tis_cap": 1.3},
-        {"loss": "decoupled", "tis_cap": 1.3},
+        {"corrections": ("tis",), "options": {"tis.cap": 1.3}},
+        {"loss": "decoupled", "options": {"decoupled.cap": 1.3}},
         {"aggregation": "seq-mean-token-mean"},
         {"kl": "k3", "kl_coef": 0.1},
     ],
@@ -119,6 +120,36 @@ def row_gradients(trainer: TorchTrainer, batch: TrainBatch) -> dict[str, torch.T
     for rows in trainer.prepare(batch):
         trainer.accumulate(rows, before_update=True)
     return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+COMPOSITIONS: list[dict[str, Any]] = [
+    *({"loss": loss} for loss in LOSSES if loss not in ("ppo", "gspo")),
+    {"corrections": ("icepop", "k3-filter"), "options": {"k3-filter.limit": 0.3}},
+    {"corrections": ("mis", "opsm"), "loss": "cispo"},
+    {
+        "corrections": ("geo-filter", "max-k2-filter"),
+        "options": {"geo-filter.low": 0.5, "geo-filter.high": 2.0},
+    },
+    {"loss": "gmpo", "corrections": ("seq-tis",)},
+    {"loss": "gspo", "corrections": ("seq-mis",)},
+    {"loss": "aipo", "corrections": ("m2po",), "options": {"m2po.tau": 0.2}},
+    {"loss": "decoupled", "options": {"decoupled.prox": "interpolated"}},
+]
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("settings", COMPOSITIONS, ids=lambda s: "-".join(map(str, s.values())))
+def test_every_composition_gives_the_same_gradients_however_rows_are_cut(
+    settings: dict[str, Any], minibatches: int, build: Build, make_batch: MakeBatch
+) -> None:
+    batch = make_batch(3, num_samples=10)
+    gradients = []
+    for row_tokens in (10_000, 1):
+        trainer = build(row_tokens=row_tokens, minibatches=minibatches, **settings)
+        gradients.append(row_gradients(trainer, batch))
+    assert any(float(gradient.abs().max()) > 1e-6 for gradient in gradients[0].values())
+    for name in gradients[0]:
+        torch.testing.assert_close(gradients[1][name], gradients[0][name], atol=2e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
@@ -202,6 +233,11 @@ def test_metrics_against_their_definitions(
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-3), name
     assert 0 < metrics["entropy"] < math.log(32)
+    assert metrics["lag_share_0"] == pytest.approx(metrics["fresh_fraction"])
+    assert metrics["lag_share_0"] + metrics["lag_share_1"] == pytest.approx(1.0)
+    assert metrics["lag_share_2_3"] == metrics["lag_share_4_7"] == metrics["lag_share_8_up"] == 0.0
+    assert metrics["version_span_mean"] == metrics["version_span_max"] == 0.0
+    assert metrics["masked_by_clip"] == metrics["masked_fraction"]
     assert metrics["masked_fraction"] == metrics["clip_fraction_low"] + metrics["clip_fraction_high"] > 0
 
 
@@ -343,7 +379,7 @@ def test_batches_out_of_order_or_untrainable_are_refused(build: Build, make_batc
         trainer.step(make_batch(4))
     batch = make_batch()
     mask = SamplingMask(token_ids=np.zeros(0, np.int32), offsets=np.zeros(1, np.int64))
-    for change, message in [({"temperature": 0.0}, "temperature"), ({"sampling_mask": mask}, "top_p")]:
+    for change, message in [({"temperature": 0.0}, "temperature"), ({"sampling_mask": mask}, "0 rows for")]:
         changed = replace(batch, samples=(replace(batch.samples[0], **change),))
         with pytest.raises(TrainingError, match=message):
             trainer.step(changed)
@@ -352,13 +388,15 @@ def test_batches_out_of_order_or_untrainable_are_refused(build: Build, make_batc
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss": "decoupled", "correction": "tis"}, "twice"),
+        ({"loss": "decoupled", "corrections": ("tis",)}, "twice"),
         ({"kl": "k3"}, "kl_coef"),
         ({"kl_coef": 0.1}, "no effect"),
         ({"schedule": "cosine"}, "total_steps"),
         ({"aggregation": "seq-mean-token-sum-norm"}, "max_tokens"),
         ({"minibatches": 0}, "minibatches"),
-        ({"tis_cap": 0.0}, "tis_cap"),
+        ({"corrections": ("tis",), "options": {"tis.cap": 0.0}}, "tis.cap"),
+        ({"guard": "loud"}, "guard"),
+        ({"kl": "k1", "kl_coef": 0.1}, "zero in expectation"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str, build: Build) -> None:

@@ -1,0 +1,1 @@
+"""Recorded rollouts, looked at and checked."""
