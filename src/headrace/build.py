@@ -20,6 +20,7 @@ from headrace.config import EngineSettings, Settings
 from headrace.config.settings import AlgoSettings
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
+from headrace.data.routing import RouterShape, router_shape
 from headrace.data.steps import parse_rule
 from headrace.envs.single_turn import SingleTurn
 from headrace.errors import ConfigError, ModelError, TaskError
@@ -71,6 +72,7 @@ def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
         sync_s=settings.weights.deadline_s,
         stall_s=run.stall_s,
         error_budget=settings.reward.error_budget,
+        routers=_routers(settings),
         process=_process_plan(settings, renderer),
     )
 
@@ -102,6 +104,13 @@ def _truncated_penalty(algo: AlgoSettings) -> float:
     """What an attempt whose completion was cut off loses."""
     values = parameter_values(algo.loss, algo.corrections, algo.options, guard=algo.guard)
     return float(values["truncated.penalty"]) if values["truncated.mode"] == "penalise" else 0.0
+
+
+def _routers(settings: Settings) -> RouterShape | None:
+    if settings.model.path is None or settings.algo.routing == "live":
+        return None
+    config = model_directory(settings) / "config.json"
+    return router_shape(config) if config.is_file() else None
 
 
 def model_directory(settings: Settings) -> Path:

@@ -6,6 +6,7 @@
     |-- TaskError           a task source or column that is missing, empty or malformed
     |   `-- PromptTooLongError   one task whose prompt leaves no room in the model's context
     |-- RewardError         a reward function that failed more often than the error budget allows
+    |-- RecordError         a recorded rollout that contradicts itself or the model; ends its group alone
     |-- TrainingError       a step that must not be applied (non-finite loss or gradient)
     |-- WeightSyncError     an update that did not land: torn, corrupt, wrong base, not acknowledged
     |-- RoleError           a worker that died or stopped answering; carries its traceback
@@ -41,6 +42,10 @@ class PromptTooLongError(TaskError):
 
 
 class RewardError(HeadraceError):
+    pass
+
+
+class RecordError(HeadraceError):
     pass
 
 

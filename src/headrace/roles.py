@@ -53,6 +53,7 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
         compiled=not settings.model.eager,
         memory_share=build.memory_share(settings, beside_trainer="segments" in told),
         lora=build.lora(settings) if "segments" in told else None,
+        record_routes=settings.algo.routing == "keep" and "segments" in told and not told.get("reference"),
         progress=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
     )
     return EngineDriver(
@@ -101,6 +102,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         kl_coef=a.kl_coef,
         keep_reference=a.reference == "trainer",
         balance_coef=a.balance_coef,
+        routing=a.routing,
         learning_rate=t.learning_rate,
         betas=t.betas,
         weight_decay=t.weight_decay,

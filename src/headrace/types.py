@@ -80,7 +80,8 @@ class Routing:
     experts: np.ndarray
     """uint8 or uint16 [N, M, K], in the order of the true entries of ``recorded``."""
     recorded: np.ndarray
-    """bool, one per token of the owner; the last sampled token never has a row."""
+    """bool, one for each of the owner's last tokens: of all of them, prompt included, except in a snapshot on
+    the way, which has what is new since the one before. The last sampled token never has a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,6 +73,7 @@ OTHER_VALUES = {
     "algo.guard": "stop",
     "algo.kl": "k3",
     "algo.balance_coef": 0.01,
+    "algo.routing": "live",
     "algo.kl_coef": 0.01,
     "algo.reference": "engine",
     "algo.overlong_buffer": 16,

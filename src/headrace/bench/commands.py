@@ -20,6 +20,9 @@ bench = typer.Typer(help="Measure Headrace on this machine, side by side with a 
 def bench_engine(
     shape: Annotated[str | None, typer.Option(help="on a GPU: a model shape, such as qwen2-1.5b")] = None,
     against: Annotated[str | None, typer.Option(help="with --shape: vllm, run in the same command")] = None,
+    routes: Annotated[
+        bool, typer.Option("--routes", help="with --shape moe-small: what recording routes costs")
+    ] = False,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     seed: int = 0,
     json_file: JsonFile = None,
@@ -34,6 +37,13 @@ def bench_engine(
 
         figures = engine.run(repeats=repeats, seed=seed)
         Console().print(engine.table(figures))
+    elif routes:
+        from headrace.bench import routes as recording
+        from headrace.bench.rollouts import Workload
+
+        _require_gpu("bench engine --routes")
+        figures = recording.run(shape, workload=Workload(seed=seed), repeats=repeats, progress=_tell)
+        Console().print(recording.table(figures))
     else:
         from headrace.bench import rollouts
 

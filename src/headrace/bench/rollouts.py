@@ -26,7 +26,7 @@ from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
 from headrace.errors import ConfigError
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
-from headrace.types import Request, Sampling
+from headrace.types import Completion, Request, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,12 @@ def run(
         compiled=compiled, progress=progress,
     )  # fmt: skip
     warm = Workload(num_prompts=2, group_size=4, mean_tokens=4, cap_tokens=8, seed=9)
-    _generate(engine, warm.requests(model.config.vocab_size, 9))
+    generate(engine, warm.requests(model.config.vocab_size, 9))
     ready_s = process_age_s()
     seconds = []
     for repeat in range(repeats + 1):
         requests = workload.requests(model.config.vocab_size, repeat)
-        taken = _generate(engine, requests)
+        taken, _ = generate(engine, requests)
         if repeat:
             seconds.append(taken)
         progress(f"rollouts {repeat}/{repeats}: {taken:.2f} s")
@@ -152,18 +152,21 @@ def table(figures: Mapping[str, Any]) -> Table:
     return drawn
 
 
-def _generate(engine: TorchEngine, requests: list[Request]) -> float:
+def generate(engine: TorchEngine, requests: list[Request]) -> tuple[float, list[Completion]]:
+    """Seconds, and what was drawn."""
     wanted = sum(request.sampling.max_tokens for request in requests)
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     start = time.perf_counter()
     for request in requests:
         engine.submit(request)
-    produced = 0
+    done: list[Completion] = []
     while engine.has_work:
-        produced += sum(completion.num_tokens for _, completion in engine.step())
+        done += [completion for _, completion in engine.step()]
     taken = time.perf_counter() - start
+    produced = sum(completion.num_tokens for completion in done)
     assert produced == wanted, f"{produced} tokens for {wanted}"
-    return taken
+    return taken, done
 
 
 def process_age_s() -> float:

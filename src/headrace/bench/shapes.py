@@ -1,4 +1,5 @@
-"""Published model shapes by name (and one small enough for a CPU), with random weights made where they are used.
+"""Model shapes by name, published ones but for a small mixture of experts and one small enough for a CPU, with random
+weights made where they are used.
 
 In: a name, a device, a dtype. Out: a causal language model in eval mode; nothing is downloaded, and nothing
 passes through host memory. Speed does not depend on the values of weights, only on their being ordinary
@@ -10,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from headrace.errors import ConfigError
+from headrace.models.routers import use_float_routers
 
 _COMMON: dict[str, Any] = {
     "max_position_embeddings": 32768,
@@ -60,6 +62,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 152064,
         "tie_word_embeddings": False,
     },
+    "moe-small": {
+        # 2.7B weights, 0.7B of them used for a token: OLMoE's experts in Qwen3's layers.
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 4096,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -74,12 +92,13 @@ def create_random_model(
     return build_random_model(shape_config(shape), device=device, dtype=dtype, seed=seed)
 
 
-def shape_config(shape: str) -> Qwen2Config:
+def shape_config(shape: str) -> PretrainedConfig:
     if shape not in SHAPES:
         raise ConfigError(f"model shape {shape!r} is unknown: use one of {', '.join(SHAPES)}")
     settings = _COMMON | SHAPES[shape]
-    rope_theta = settings.pop("rope_theta")
-    return Qwen2Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": rope_theta})
+    rope_theta, model_type = settings.pop("rope_theta"), settings.pop("model_type", "qwen2")
+    rope = {"rope_type": "default", "rope_theta": rope_theta}
+    return AutoConfig.for_model(model_type, **settings, rope_parameters=rope)
 
 
 def build_random_model(
@@ -91,4 +110,5 @@ def build_random_model(
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    use_float_routers(model)
     return model.eval()

@@ -229,6 +229,9 @@ class AlgoSettings(Section):
     balance_coef: float = Field(0.0, ge=0)
     """Weight of the load-balancing loss of a mixture of experts, computed for each sequence by itself; 0 turns
     it off."""
+    routing: Literal["live", "keep"] = "keep"
+    """In a mixture of experts, `keep` has the engine record which experts computed each token, and the trainer computes
+    it with the same ones; `live` lets the trainer's routers choose anew. Dense models record nothing."""
     overlong_buffer: int = Field(0, ge=0)
     """The last so many tokens before `rollout.max_tokens` cost reward, linearly more; 0 turns it off."""
     overlong_factor: float = Field(1.0, ge=0)

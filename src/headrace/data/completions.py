@@ -1,8 +1,8 @@
 """Cutting and joining completions, for interrupted attempts.
 
 ``join(tail(c, 0), tail(c, n))`` style round trips are exact: tokens, log-probabilities and versions of
-the earlier part are never touched. Key-value versions always describe the whole sequence, so the
-later part's record wins.
+the earlier part are never touched, and so are routes. Key-value versions always describe the whole
+sequence, so the later part's record wins.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.data import masks
-from headrace.types import NO_KV, Completion, Routing, SamplingMask
+from headrace.data.routing import join_routing, routing_tail
+from headrace.types import NO_KV, Completion, SamplingMask
 
 EMPTY = Completion(
     token_ids=np.zeros(0, np.int32),
@@ -22,15 +23,17 @@ EMPTY = Completion(
 
 
 def tail(completion: Completion, start: int) -> Completion:
-    """The tokens from ``start`` on. Routing covers prompt and completion, so it stays whole."""
-    mask = completion.sampling_mask
+    """The tokens from ``start`` on. Their routes begin with the token before, which had none when it was the last."""
+    mask, routing = completion.sampling_mask, completion.routing
+    if routing is not None and start:
+        routing = routing_tail(routing, completion.num_tokens - start + 1)
     return Completion(
         token_ids=completion.token_ids[start:],
         logprobs=completion.logprobs[start:],
         versions=completion.versions[start:],
         finish_reason=completion.finish_reason,
         kv_versions=completion.kv_versions,
-        routing=completion.routing,
+        routing=routing,
         sampling_mask=None if mask is None else masks.cut(mask, start, completion.num_tokens),
     )
 
@@ -43,7 +46,7 @@ def join(first: Completion, rest: Completion) -> Completion:
         versions=np.concatenate([first.versions, rest.versions]),
         finish_reason=rest.finish_reason,
         kv_versions=rest.kv_versions,
-        routing=_later_routing(first.routing, rest.routing),
+        routing=join_routing(first.routing, rest.routing, rest.num_tokens),
         sampling_mask=_join_masks(first, rest),
     )
 
@@ -57,7 +60,3 @@ def _join_masks(first: Completion, rest: Completion) -> SamplingMask | None:
 def _mask_or_whole(completion: Completion) -> SamplingMask:
     mask = completion.sampling_mask
     return masks.whole(completion.num_tokens) if mask is None else mask
-
-
-def _later_routing(first: Routing | None, rest: Routing | None) -> Routing | None:
-    return first if rest is None else rest

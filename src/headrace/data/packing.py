@@ -6,7 +6,11 @@ give equal rows. Attempts at one task begin with the same prompt: with ``share_p
 laid down once and its continuations refer to it. All prefixes of a row come first, then their
 continuations in the same order, then the samples that share nothing.
 
-Legend: T tokens of the row, B sequences in it, S segments (prefixes, continuations, whole sequences).
+Where samples carry routes, a prefix is shared as far as its members' routes agree: its tokens are computed once and
+can be routed in one way only.
+
+Legend: T tokens of the row, B sequences in it, S segments (prefixes, continuations, whole sequences), M
+mixture-of-experts layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.data import masks
+from headrace.data.packed_routes import equally_routed, lay_routes
 from headrace.types import Sample, SamplingMask
 
 NO_PARENT = -1
@@ -56,6 +61,10 @@ class PackedRow:
     """float32 [T]; None unless every sample of the row carries them."""
     sampling_mask: SamplingMask | None
     """A row for each token [T]; None: no sample of the row has one."""
+    routes: np.ndarray | None = None
+    """uint8 or uint16 [T, M, K], zeros where nothing is recorded; None: no sample of the row has a record."""
+    routed: np.ndarray | None = None
+    """bool [T], which tokens have a record; None: as above."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,7 +110,7 @@ def pack(
     lengths = [sample.num_tokens for sample in samples]
     bundles = [Bundle((index,)) for index in range(len(samples))]
     if share_prefixes:
-        shared = _bundles(samples, row_tokens)
+        shared = _bundles(samples, lengths, row_tokens)
         if sum(b.num_tokens(lengths) for b in shared) <= (1 - MIN_SAVING) * sum(lengths):
             bundles = shared
     rows = _assign(bundles, lengths, row_tokens=row_tokens, balance_tokens=balance_tokens)
@@ -126,6 +135,7 @@ def pack_row(samples: Sequence[Sample], bundles: Sequence[Bundle]) -> PackedRow:
     loss_mask = join(lambda sample: sample.loss_mask, bool)
     loss_mask[cu_seqlens[:-1]] = False
     complete = all(samples[index].ref_logprobs is not None for index in sample_index)
+    routes, routed = lay_routes(samples, spans, cu_seqlens)
     return PackedRow(
         sample_index=sample_index,
         token_ids=join(lambda sample: sample.token_ids, np.int64),
@@ -140,6 +150,8 @@ def pack_row(samples: Sequence[Sample], bundles: Sequence[Bundle]) -> PackedRow:
         temperatures=np.repeat(temperatures, lengths),
         ref_logprobs=join(_ref_logprobs, np.float32) if complete else None,
         sampling_mask=_joined_mask(samples, spans),
+        routes=routes,
+        routed=routed,
     )
 
 
@@ -175,25 +187,41 @@ def _spans(
     return spans, parents + [NO_PARENT] * len(alone)
 
 
-def _bundles(samples: Sequence[Sample], row_tokens: int) -> list[Bundle]:
+def _bundles(samples: Sequence[Sample], lengths: Sequence[int], row_tokens: int) -> list[Bundle]:
     """Attempts at one task with one prompt together, in bundles that fit into a row."""
     members: dict[tuple[int, bytes], list[int]] = {}
     for index, sample in enumerate(samples):
-        prefix = sample.token_ids[: _prefix_tokens(sample)]
-        members.setdefault((sample.group, prefix.tobytes()), []).append(index)
+        shown = sample.token_ids[: _prefix_tokens(sample)]
+        members.setdefault((sample.group, shown.tobytes()), []).append(index)
     bundles: list[Bundle] = []
-    for indices in members.values():
-        prefix_tokens = _prefix_tokens(samples[indices[0]])
-        room = 0
-        for index in indices:
-            own = samples[index].num_tokens - prefix_tokens
-            if prefix_tokens and room >= own:
-                bundles[-1] = Bundle((*bundles[-1].indices, index), prefix_tokens)
+    for first, *others in (alike for whole in members.values() for alike in _alike(samples, whole)):
+        bundle = Bundle((first,))
+        for index in others:
+            leader = samples[bundle.indices[0]]
+            most = bundle.prefix or _prefix_tokens(leader)
+            prefix = equally_routed(leader, samples[index], most)
+            larger = Bundle((*bundle.indices, index), prefix)
+            if 0 < most <= 2 * prefix and larger.num_tokens(lengths) <= row_tokens:
+                bundle = larger
             else:
-                bundles.append(Bundle((index,)))
-                room = row_tokens - prefix_tokens
-            room -= own
+                bundles.append(bundle)
+                bundle = Bundle((index,))
+        bundles.append(bundle)
     return bundles
+
+
+def _alike(samples: Sequence[Sample], indices: Sequence[int]) -> list[list[int]]:
+    """Samples with one prompt, apart where its routes differ in the first half already."""
+    num_tokens = _prefix_tokens(samples[indices[0]])
+    apart: list[list[int]] = []
+    for index in indices:
+        for alike in apart:
+            if num_tokens <= 2 * equally_routed(samples[alike[0]], samples[index], num_tokens):
+                alike.append(index)
+                break
+        else:
+            apart.append([index])
+    return apart
 
 
 def _prefix_tokens(sample: Sample) -> int:

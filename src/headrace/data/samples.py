@@ -6,7 +6,7 @@ of the turn before (what lies between was written by the environment and is not 
 begins a new sample. Each sampled token therefore appears in exactly one sample, with the log-probability and
 version it was sampled with.
 
-Legend: P prompt tokens, L sampled tokens, T tokens of the sample, N recorded routing rows.
+Legend: P prompt tokens, L sampled tokens, T tokens of the sample.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from headrace.data.routing import merge_routing
 from headrace.types import Episode, EpisodeGroup, Routing, Sample, SamplingMask, Trajectory, Turn
 
 NEVER_SAMPLED = 2**31 - 1
@@ -165,22 +166,12 @@ def _num_tokens(chain: Sequence[Turn]) -> int:
 
 def _chain_routing(chain: Sequence[Turn], num_tokens: int) -> Routing | None:
     """Routes of every position; where two turns recorded one, the first is kept: it made the logprobs."""
-    rows: dict[int, np.ndarray] = {}
-    for turn in chain:
-        routing = turn.completion.routing
-        if routing is None:
-            continue
-        end = turn.prompt_ids.shape[0] + turn.completion.num_tokens
-        # An engine records the sampled tokens alone, or the prompt before them too.
-        first = end - routing.recorded.shape[0]
-        positions = first + np.flatnonzero(routing.recorded)
-        for position, experts in zip(positions.tolist(), routing.experts, strict=True):
-            rows.setdefault(position, experts)
-    if not rows:
-        return None
-    recorded = np.zeros(num_tokens, dtype=bool)
-    recorded[list(rows)] = True
-    return Routing(experts=np.stack([rows[position] for position in sorted(rows)]), recorded=recorded)
+    ends = [
+        (routing, turn.prompt_ids.shape[0] + turn.completion.num_tokens)
+        for turn in chain
+        if (routing := turn.completion.routing) is not None
+    ]
+    return merge_routing(ends, num_tokens)
 
 
 def _chain_sampling_mask(chain: Sequence[Turn], num_tokens: int) -> SamplingMask | None:

@@ -25,6 +25,7 @@ from headrace.engines.device_passes import DrawInputs, Piece, upload
 from headrace.engines.device_setup import DeviceLimits, prepare
 from headrace.engines.executor import score_in_chunks
 from headrace.engines.held_weights import HeldWeights
+from headrace.engines.route_table import RoutedRows, RouteTable
 from headrace.engines.sampler import Drawn
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
@@ -44,6 +45,7 @@ class DeviceFlight:
     logprobs: list[torch.Tensor] = field(default_factory=list)
     """int32 and float32 in pinned memory, together a row for each slot."""
     kept_sets: list[KeptSets] = field(default_factory=list)
+    routed: list[RoutedRows] = field(default_factory=list)
     landed: torch.cuda.Event | None = None
 
     def wait(self) -> Drawn:
@@ -74,10 +76,11 @@ class DeviceExecutor:
         memory_share: float = 0.9,
         lora: LoraSpec | None = None,
         num_adapters: int = 1,
+        record_routes: bool = False,
         progress: Callable[[str], None] = lambda line: None,
     ) -> None:
         """``memory_share``: of the GPU's memory, what the engine may take, weights included. ``lora``: make room
-        for so many adapters."""
+        for so many adapters. ``record_routes``: of models that route."""
         limits = DeviceLimits(
             max_running=max_running,
             block_size=block_size,
@@ -86,11 +89,15 @@ class DeviceExecutor:
             memory_share=memory_share,
             lora=lora,
             num_adapters=num_adapters,
+            record_routes=record_routes,
         )
         prepared = prepare(model, limits, compiled=compiled, progress=progress)
         self.num_blocks, self.limit_tokens = prepared.num_blocks, prepared.limit_tokens
         self.table = SlotTable(max_running, block_size)
         self.held = HeldWeights(model, prepared.bank)
+        self._recorder = prepared.recorder
+        if self._recorder is not None:
+            self.table.routes = RouteTable(self._recorder.shape, self.num_blocks, block_size)
         self._num_changes_told = -1
         self._device = model.device
         self._reading = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
@@ -121,9 +128,16 @@ class DeviceExecutor:
         if len(work.decode):
             self._bring_known_tokens(work.decode)
             self._decoding.run(table, work.decode)
+            self._hand_over_routes(flight, work.decode, table.computed[work.decode])
             self._hand_over(flight, 0, work.decode, self._passes.logits[: len(work.decode)])
         if work.chunks:
             logits_RV = self._passes.prefill([self._piece(chunk) for chunk in work.chunks], last)
+            counts = [chunk.stop - chunk.start for chunk in work.chunks]
+            self._hand_over_routes(
+                flight,
+                np.repeat([chunk.sequence.slot for chunk in work.chunks], counts),
+                np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in work.chunks]),
+            )
             if last:
                 self._draw_prompts(ending, logits_RV)
                 self._hand_over(flight, 1, ending, logits_RV)
@@ -185,3 +199,11 @@ class DeviceExecutor:
             flight.kept_sets.append(kept_sets(draws, cut, before + truncated, self._reading))
         flight.token_ids.append(to_host(token_ids_R))
         flight.logprobs.append(to_host(logprobs_R))
+
+    def _hand_over_routes(self, flight: DeviceFlight, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Send the routes of a pass's rows on their way, before the next pass writes over them."""
+        if self._recorder is None:
+            return
+        size = self.table.block_size
+        places = self.table.blocks[slots, positions // size] * size + positions % size
+        flight.routed.append(RoutedRows(places, to_host(self._recorder.rows(len(slots)))))

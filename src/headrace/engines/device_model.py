@@ -21,6 +21,9 @@ from headrace.models.head import float_logits
 from headrace.models.joined_linear import join_linears
 from headrace.models.lora import LoraSpec
 from headrace.models.low_rank import serving
+from headrace.models.route_recording import recorder
+
+_PROBE_ROWS = 8
 
 
 class LayerShape(NamedTuple):
@@ -44,7 +47,9 @@ class DeviceModel:
         compiled: bool,
         lora: LoraSpec | None = None,
         num_adapters: int = 1,
+        routed_rows: int = 0,
     ) -> None:
+        """``routed_rows``: most rows of a pass whose routes are recorded; 0: none are."""
         register()
         model.set_attn_implementation(DEVICE)
         if model.config._attn_implementation != DEVICE:
@@ -53,6 +58,7 @@ class DeviceModel:
             )
         join_linears(model)
         self.bank = None if lora is None else AdapterBank(model, lora, num_adapters)
+        self.recorder = recorder(model, max(routed_rows, _PROBE_ROWS), model.device) if routed_rows else None
         self._model = model
         self._head = model.get_output_embeddings()
         # Four dimensions make transformers pass a mask along as it is instead of building one.
@@ -101,7 +107,7 @@ class DeviceModel:
 
     def _probe(self) -> tuple[list[LayerShape], bool]:
         """What each layer asks of its attention, and whether logits are the output layer's alone."""
-        ids_T = torch.arange(8, device=self._model.device)
+        ids_T = torch.arange(_PROBE_ROWS, device=self._model.device)
         probe = _Probe(self._model.config.get_text_config().num_hidden_layers)
         whole = self.logits(ids_T, ids_T, probe)
         layers = probe.layers

@@ -33,6 +33,7 @@ from headrace.engines.shared_prompts import SharedPromptFinder
 from headrace.errors import ConfigError
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.lora import LoraSpec
+from headrace.models.route_recording import RouteRecorder
 from headrace.types import Request, Sampling
 
 _SPARE_BYTES = 1 << 30
@@ -53,6 +54,7 @@ class DeviceLimits:
     lora: LoraSpec | None = None
     """None: no adapters."""
     num_adapters: int = 1
+    record_routes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Prepared:
     limit_tokens: int
     capturable: bool
     bank: AdapterBank | None
+    recorder: RouteRecorder | None
 
 
 def prepare(
@@ -78,7 +81,13 @@ def prepare(
             "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "headrace" / "compiled")
         )
     progress("compiling the model's layers" if compiled else "checking the model")
-    shaped = DeviceModel(model, compiled=compiled, lora=limits.lora, num_adapters=limits.num_adapters)
+    shaped = DeviceModel(
+        model,
+        compiled=compiled,
+        lora=limits.lora,
+        num_adapters=limits.num_adapters,
+        routed_rows=max(limits.prefill_tokens, limits.max_running, len(probe)) if limits.record_routes else 0,
+    )
     kernels = _kernels(shaped, limits.max_running, context, model.device)
 
     def passes(num_blocks: int) -> DevicePasses:
@@ -105,7 +114,9 @@ def prepare(
         # The projections' old memory, and what the check needed, would otherwise stay with this process.
         torch.cuda.empty_cache()
     limit_tokens = min(context, (num_blocks - 1) * size)
-    return Prepared(passes(num_blocks), num_blocks, limit_tokens, shaped.capturable, shaped.bank)
+    return Prepared(
+        passes(num_blocks), num_blocks, limit_tokens, shaped.capturable, shaped.bank, shaped.recorder
+    )
 
 
 def _kernels(model: DeviceModel, max_running: int, context: int, device: torch.device) -> Kernels:

@@ -16,6 +16,7 @@ import torch
 
 from headrace.data import masks
 from headrace.engines.held_weights import HeldWeights
+from headrace.engines.route_table import RoutedRows
 from headrace.engines.sampler import Drawn
 from headrace.engines.scheduler import Work
 from headrace.engines.sequences import SlotTable
@@ -63,6 +64,8 @@ class Flight(Protocol):
 
     slots: np.ndarray
     """int64 [R], the slots that draw a token, in the order of the draws."""
+    routed: list[RoutedRows]
+    """Of all its rows, once it has landed; empty where routes are not recorded."""
 
     def wait(self) -> Drawn:
         """What was drawn, once it is on the host. Asked for once, in the order of launches."""

@@ -31,12 +31,13 @@ def torch_engine(
     memory_share: float = 0.9,
     lora: LoraSpec | None = None,
     num_adapters: int = 1,
+    record_routes: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> TorchEngine:
     """``kv_tokens``, ``max_running``, ``prefill_tokens``: None derives them from the model and the device.
     ``compiled`` and ``memory_share`` (of the device's memory, weights included) matter on a GPU only.
     ``lora``: make room for ``num_adapters`` adapters of at most that rank in those layers; the model's own weights
-    then stay as they are."""
+    then stay as they are. ``record_routes``: completions of models that route carry the experts of every token."""
     assert block_size & (block_size - 1) == 0, "block_size must be a power of two"
     keep_float_residual(model)
     kind = model.device.type
@@ -47,6 +48,7 @@ def torch_engine(
         "prefill_tokens": prefill_tokens,
         "lora": lora,
         "num_adapters": num_adapters,
+        "record_routes": record_routes,
     }
     executor: Executor
     if kind == "cuda":

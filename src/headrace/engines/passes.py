@@ -163,6 +163,10 @@ class Rows:
         """int64 [T]; padding rows have none."""
         return self._joined(self._adapters, min_rows)
 
+    def places(self) -> np.ndarray:
+        """int64, the key-value row of every row that is no padding."""
+        return np.concatenate(self._slots)
+
     def _joined(self, parts: list[np.ndarray], min_rows: int) -> torch.Tensor:
         if len(parts) == 1 and self.num_rows >= min_rows:
             return self._tensor(parts[0])

@@ -21,12 +21,14 @@ from headrace.engines.held_weights import HeldWeights
 from headrace.engines.lanes import Lanes
 from headrace.engines.noise import NoiseAhead
 from headrace.engines.passes import ForwardPass, Piece, Rows
+from headrace.engines.route_table import RoutedRows, RouteTable
 from headrace.engines.sampler import Drawn, SamplerRows, sample, sample_plainly
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.lora import LoraSpec
 from headrace.models.paged_attention import KvTensors
+from headrace.models.route_recording import recorder
 from headrace.types import SamplingMask
 
 _USUAL_TOKENS = 512
@@ -47,6 +49,7 @@ class LandedFlight:
 
     slots: np.ndarray
     drawn: Drawn
+    routed: list[RoutedRows]
 
     def wait(self) -> Drawn:
         return self.drawn
@@ -67,9 +70,11 @@ class PlainExecutor:
         prefill_tokens: int,
         lora: LoraSpec | None = None,
         num_adapters: int = 1,
+        record_routes: bool = False,
     ) -> None:
         """``kv_tokens``: rows of key-value memory; None makes room for ``max_running`` sequences of usual
-        length, or one of the whole context. ``lora``: make room for so many adapters."""
+        length, or one of the whole context. ``lora``: make room for so many adapters. ``record_routes``: of
+        models that route."""
         facts = check_model(model, block_size=block_size)
         self._bank = None if lora is None else AdapterBank(model, lora, num_adapters)
         context = context_tokens(model.config.get_text_config())
@@ -83,11 +88,17 @@ class PlainExecutor:
         self._kv = KvTensors(num_blocks=self.num_blocks, block_size=block_size)
         self._lanes = Lanes(max_running)
         self._noise = NoiseAhead()
+        min_rows = max(facts.min_rows, stable_rows([] if self._bank is None else self._bank.products))
+        self._recorder = None
+        if record_routes:
+            self._recorder = recorder(model, max_running + prefill_tokens + min_rows, model.device)
+        if self._recorder is not None:
+            self.table.routes = RouteTable(self._recorder.shape, self.num_blocks, block_size)
         self._pass = ForwardPass(
             model,
             self._kv,
             limit_tokens=self.limit_tokens,
-            min_rows=max(facts.min_rows, stable_rows([] if self._bank is None else self._bank.products)),
+            min_rows=min_rows,
             trims=facts.trims,
             bare_head=facts.bare_head,
             bank=self._bank,
@@ -104,7 +115,12 @@ class PlainExecutor:
         if last_slots:
             slots, wanted = np.append(slots, last_slots), np.append(wanted, last_rows)
         logits_RV = self._pass.logits(rows, wanted)
-        return LandedFlight(slots, self._draw(slots, logits_RV))
+        return LandedFlight(slots, self._draw(slots, logits_RV), self._routed(rows))
+
+    def _routed(self, rows: Rows) -> list[RoutedRows]:
+        if self._recorder is None:
+            return []
+        return [RoutedRows(rows.places(), self._recorder.rows(rows.num_rows).cpu())]
 
     def score(
         self,

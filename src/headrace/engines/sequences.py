@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace.data.routing import merge_routing
 from headrace.engines.noise import seed_key
+from headrace.engines.route_table import RouteTable, is_whole, routing_of
 from headrace.models.paged_attention import padded_length
-from headrace.types import NO_KV, Completion, FinishReason, Request, SamplingMask
+from headrace.types import NO_KV, Completion, FinishReason, Request, Routing, SamplingMask
 
 _NO_TOKEN = -1
 
@@ -42,6 +44,10 @@ class Sequence:
     started: bool = False
     adapter: int = 0
     """The adapter it is computed with; 0: none."""
+    routing: Routing | None = None
+    """Routes of passes before it was given its slot; they are kept, whatever is computed again."""
+    num_routes_told: int = 0
+    """Tokens whose routes a snapshot has brought, or the request itself."""
 
     @property
     def num_prompt(self) -> int:
@@ -54,6 +60,9 @@ def new_sequence(request: Request, limit: int, adapter: int = 0) -> Sequence:
         nothing = np.zeros(0, dtype=np.int32)
         logprobs = nothing.astype(np.float32)
         return Sequence(request, limit, prompt_ids, logprobs, nothing, [], NO_KV, adapter=adapter)
+    routing, num_tokens = prefix.routing, len(prompt_ids) + prefix.num_tokens
+    if routing is not None:
+        routing = merge_routing([(routing, num_tokens)], num_tokens)
     return Sequence(
         request,
         limit,
@@ -63,6 +72,8 @@ def new_sequence(request: Request, limit: int, adapter: int = 0) -> Sequence:
         _kept_rows(prefix) if request.sampling.truncates else [],
         prefix.kv_versions,
         adapter=adapter,
+        routing=routing,
+        num_routes_told=num_tokens - 1 if is_whole(routing) else 0,
     )
 
 
@@ -74,6 +85,7 @@ def resting_completion(sequence: Sequence, reason: FinishReason) -> Completion:
         versions=sequence.versions,
         finish_reason=reason,
         kv_versions=sequence.kv_runs,
+        routing=sequence.routing,
         sampling_mask=_ragged(sequence.kept) if sequence.request.sampling.truncates else None,
     )
 
@@ -108,6 +120,10 @@ class SlotTable:
         """Grows whenever a slot is taken or left."""
         self.num_special = 0
         """Occupied slots whose distribution is not simply the model's own."""
+        self.routed = np.zeros(num_slots, dtype=np.int64)
+        """Rows of each slot whose routes are in ``routes``; passes on their way bring more."""
+        self.routes: RouteTable | None = None
+        """None: routes are not recorded."""
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -124,7 +140,7 @@ class SlotTable:
         self.num_special += _is_special(sequence)
         self.tenant[slot] = self.num_changes
         self.length[slot] = self.booked[slot] = length
-        self.computed[slot] = 0
+        self.computed[slot] = self.routed[slot] = 0
         self.num_prompt[slot], self.limit[slot], self.reported[slot] = start, sequence.limit, length
         self.temperature[slot], self.top_k[slot] = sampling.temperature, sampling.top_k
         self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
@@ -144,6 +160,7 @@ class SlotTable:
         length = int(self.booked[slot])
         if self.computed[slot] >= length - 1:
             sequence.kv_runs = _runs(self.row_versions[slot, : length - 1])
+        sequence.routing = self._routing(sequence)
         sequence.token_ids = self.token_ids[slot, :length].copy()
         sequence.logprobs = self.logprobs[slot, start:length].copy()
         sequence.versions = self.versions[slot, start:length].copy()
@@ -154,16 +171,21 @@ class SlotTable:
         sequence.slot = -1
 
     def completion(self, sequence: Sequence) -> Completion:
-        """A snapshot of a running sequence, finish reason ``abort``."""
+        """A snapshot of a running sequence, finish reason ``abort``; of its routes those that are new since the
+        last one, since they are many times the tokens."""
         slot, start = sequence.slot, sequence.num_prompt
         length = int(self.booked[slot])
         whole = self.computed[slot] >= length - 1
+        routing = self._routing(sequence, start=sequence.num_routes_told)
+        if routing is not None:
+            sequence.num_routes_told = length - 1
         return Completion(
             token_ids=self.token_ids[slot, start:length].copy(),
             logprobs=self.logprobs[slot, start:length].copy(),
             versions=self.versions[slot, start:length].copy(),
             finish_reason="abort",
             kv_versions=_runs(self.row_versions[slot, : length - 1]) if whole else sequence.kv_runs,
+            routing=routing,
             sampling_mask=_ragged(sequence.kept) if sequence.request.sampling.truncates else None,
         )
 
@@ -176,6 +198,18 @@ class SlotTable:
         self.logprobs[slots, at] = logprobs
         self.versions[slots, at] = versions
         self.booked[slots] = at + 1
+
+    def _routing(self, sequence: Sequence, start: int = 0) -> Routing | None:
+        """Of its tokens from ``start`` on, as far as passes have landed."""
+        slot = sequence.slot
+        return routing_of(
+            sequence.routing,
+            self.routes,
+            self.blocks[slot],
+            num_rows=int(self.routed[slot]),
+            num_tokens=int(self.booked[slot]),
+            start=start,
+        )
 
     def _widen(self, limit: int, num_stops: int) -> None:
         if num_stops > self.stop_ids.shape[1]:

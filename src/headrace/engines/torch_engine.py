@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.data.routing import check_routing
 from headrace.engines.executor import Executor, Flight
 from headrace.engines.kv_cache import BlockPool
 from headrace.engines.policies import POLICY, Policies
@@ -44,6 +45,8 @@ class _InFlight:
     """int64 [R], who had the slots when the pass was launched."""
     versions: np.ndarray
     """int32 [R], of the weights it is computed with."""
+    computed: np.ndarray
+    """int64 [3, S], of all slots it has rows of: slot, tenant, and how many rows of it are computed then."""
 
 
 class TorchEngine:
@@ -92,7 +95,8 @@ class TorchEngine:
         self._scheduler.holding = holding
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises TaskError, and queues nothing, when it can never be computed."""
+        """Queue a request. Raises TaskError, or RecordError where its prefix has routes of another model, and queues
+        nothing, when it can never be computed."""
         num_prompt = len(request.prompt_ids)
         if not 0 < num_prompt < self.limit_tokens:
             raise TaskError(
@@ -101,6 +105,7 @@ class TorchEngine:
             )
         if request.id in self._live:
             raise TaskError(f"request id {request.id!r} is already in use; ids must differ while they live.")
+        self._check_routes(request)
         limit = min(num_prompt + request.sampling.max_tokens, self.limit_tokens)
         sequence = new_sequence(request, limit, self._policies.adapter_of(request.policy))
         reason = _already_finished(sequence)
@@ -235,11 +240,18 @@ class TorchEngine:
             table.row_versions[slot, chunk.start : chunk.stop] = versions[chunk.sequence.adapter]
             table.computed[slot] = chunk.stop
         table.length[flight.slots] += 1
-        return _InFlight(flight, table.tenant[flight.slots], versions[table.adapter[flight.slots]])
+        rows = np.append(work.decode, [chunk.sequence.slot for chunk in work.chunks]).astype(np.int64)
+        return _InFlight(
+            flight,
+            table.tenant[flight.slots],
+            versions[table.adapter[flight.slots]],
+            np.stack((rows, table.tenant[rows], table.computed[rows])),
+        )
 
     def _land(self, launched: _InFlight) -> list[tuple[str, Completion]]:
         """Book the tokens a pass drew, and take out what is finished."""
         drawn, slots, table = launched.flight.wait(), launched.flight.slots, self._table
+        self._land_routes(launched)
         # A sequence that left its slot meanwhile has no use for the token: it is drawn again, or never needed.
         present = table.tenant[slots] == launched.tenants
         rows = np.flatnonzero(present)
@@ -250,6 +262,23 @@ class TorchEngine:
         table.book(slots, token_ids, drawn.logprobs[rows], launched.versions[rows])
         self._scheduler.counters.generated_tokens += len(slots)
         return self._collect(slots, token_ids)
+
+    def _check_routes(self, request: Request) -> None:
+        routing = None if request.prefix is None else request.prefix.routing
+        if routing is not None and self._table.routes is not None:
+            shape = self._table.routes.shape
+            check_routing(routing, num_tokens=len(routing.recorded), **shape._asdict())
+
+    def _land_routes(self, launched: _InFlight) -> None:
+        """Write down what the pass was routed to, before any sequence that it finishes is read."""
+        table = self._table
+        if table.routes is None:
+            return
+        for rows in launched.flight.routed:
+            table.routes.write(rows)
+        slots, tenants, computed = launched.computed
+        present = table.tenant[slots] == tenants
+        table.routed[slots[present]] = computed[present]
 
     def _collect(self, slots: np.ndarray, token_ids: np.ndarray) -> list[tuple[str, Completion]]:
         table, finished = self._table, []

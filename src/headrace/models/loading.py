@@ -112,6 +112,8 @@ def make_tiny_model(
     context_tokens: int = 2048,
     sliding_window: int = 32,
     softcap: float = 50.0,
+    num_experts: int = 4,
+    experts_per_token: int = 2,
     init_std: float = 0.02,
     tie_embeddings: bool = True,
     seed: int = 0,
@@ -119,7 +121,7 @@ def make_tiny_model(
     """Write a randomly initialised small checkpoint and return the same model.
 
     ``sliding_window`` and ``softcap`` matter to the Gemma families only, whose layers alternate between
-    windowed and full attention."""
+    windowed and full attention; ``num_experts`` and ``experts_per_token`` to mixtures of experts."""
     settings: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -137,7 +139,7 @@ def make_tiny_model(
     }
     settings |= _family_settings(
         family, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, window=sliding_window,
-        softcap=softcap,
+        softcap=softcap, num_experts=num_experts, experts_per_token=experts_per_token,
     )  # fmt: skip
     config = AutoConfig.for_model(_MODEL_TYPES.get(family, family), **settings)
     model = _build(config, seed)
@@ -146,8 +148,17 @@ def make_tiny_model(
 
 
 def _family_settings(
-    family: Family, *, num_layers: int, hidden_size: int, num_heads: int, window: int, softcap: float
+    family: Family,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    window: int,
+    softcap: float,
+    num_experts: int,
+    experts_per_token: int,
 ) -> Mapping[str, Any]:
+    chosen = {"num_experts_per_tok": experts_per_token}
     if family in _MIXED_WINDOWS:
         kinds = ("sliding_attention", "full_attention")
         settings: dict[str, Any] = {
@@ -159,13 +170,13 @@ def _family_settings(
             settings |= {"attn_logit_softcapping": softcap, "final_logit_softcapping": softcap}
         return settings
     if family == "qwen3_moe":
-        return {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size * 2}
+        return chosen | {"num_experts": num_experts, "moe_intermediate_size": hidden_size * 2}
     if family == "olmoe":
-        return {"num_experts": 4, "num_experts_per_tok": 2}
+        return chosen | {"num_experts": num_experts}
     if family == "deepseek_v3":
         return _latent_attention(hidden_size, hidden_size // num_heads) | {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
+            **chosen,
+            "n_routed_experts": num_experts,
             "moe_intermediate_size": hidden_size * 2,
             "n_group": 1,
             "topk_group": 1,

@@ -1,8 +1,11 @@
-"""The routers of mixture-of-experts models, computed in float32 whatever the model is computed in.
+"""The routers of mixture-of-experts models: found, computed in float32, and what they give experts named to them.
 
 In: a model. Out: the same model whose softmax routers multiply, normalise and choose in float32. Rounding the
 logits to bfloat16 makes ties between experts, and engine and trainer then choose differently. A router whose
 own forward already does so, or does something else, keeps it.
+
+``scores_of`` weighs experts that somebody else chose as the router weighs its own. It reads the scores of all
+experts, so that one which the router would not choose has its true score and a gradient.
 
 Legend: T tokens, H hidden size, E experts, K chosen for each token.
 """
@@ -16,6 +19,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from headrace.errors import ModelError
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
     """By name, the modules that choose experts: their forward returns logits, scores and choices."""
@@ -26,6 +33,32 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def replayable_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, in order of layer; none where the model routes nothing. Raises ModelError where it routes in a way
+    that ``scores_of`` does not know."""
+    found = routers(model)
+    config: Any = getattr(model, "config", None)
+    text = None if config is None else config.get_text_config()
+    unknown = not found and any(getattr(text, name, None) for name in _EXPERT_COUNTS)
+    if unknown or not all(_is_softmax_router(r) or _is_sigmoid_router(r) for r in found.values()):
+        raise ModelError(
+            f"model: the routers of {type(model).__name__} choose or weigh experts in a way that is not recorded "
+            "here; set algo.routing to live"
+        )
+    return found
+
+
+def scores_of(router: Any, logits_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+    """[T, K] float32, what the router gives these experts if they are the ones to compute."""
+    if _is_softmax_router(router):
+        scores_TK = logits_TE.float().softmax(-1).gather(1, experts_TK)
+        return scores_TK / scores_TK.sum(-1, keepdim=True) if router.norm_topk_prob else scores_TK
+    scores_TK = logits_TE.float().sigmoid().gather(1, experts_TK)
+    if router.norm_topk_prob:
+        scores_TK = scores_TK / (scores_TK.sum(-1, keepdim=True) + 1e-20)
+    return scores_TK * router.routed_scaling_factor
+
+
 def use_float_routers(model: nn.Module) -> None:
     for router in routers(model).values():
         if _is_softmax_router(router):
@@ -34,6 +67,14 @@ def use_float_routers(model: nn.Module) -> None:
 
 def _is_softmax_router(router: nn.Module) -> bool:
     return "norm_topk_prob" in vars(router) and not router._buffers
+
+
+def _is_sigmoid_router(router: nn.Module) -> bool:
+    """DeepSeek's: scores of their own for all experts, and a correction that counts for the choice alone."""
+    return (
+        "e_score_correction_bias" in router._buffers
+        and {"norm_topk_prob", "routed_scaling_factor"} <= vars(router).keys()
+    )
 
 
 def _float_forward(router: Any, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

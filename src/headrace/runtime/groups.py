@@ -178,6 +178,7 @@ class GroupRunner:
             router=self._router,
             record=self._record,
             seed=self._plan.seed,
+            routers=self._plan.routers,
             stopping=lambda: self._paused or live.group in self._ending,
             watch=None if self._process is None else self._process.watch(live, attempt),
         )

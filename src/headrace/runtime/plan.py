@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.data.routing import RouterShape
 from headrace.data.steps import StepRule
 from headrace.runtime.staleness import StalenessPolicy
 from headrace.types import InterruptMode
@@ -58,6 +59,8 @@ class RunPlan:
     """Share of admitted groups that may fail before the run stops."""
     process: ProcessPlan | None = None
     """None: attempts are judged by their outcome alone."""
+    routers: RouterShape | None = None
+    """What recorded routes must fit; None: not known here, and only what a record says of itself is checked."""
 
     @property
     def capacity(self) -> int:

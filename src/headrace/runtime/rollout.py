@@ -17,6 +17,8 @@ from functools import cached_property
 import numpy as np
 
 from headrace.data import completions
+from headrace.data.routing import RouterShape, check_routing
+from headrace.errors import RecordError
 from headrace.protocols import Engine, Environment
 from headrace.runtime.journal import Record
 from headrace.runtime.process_rewards import StepWatch
@@ -42,9 +44,11 @@ class RolloutClient:
         seed: int,
         stopping: Callable[[], bool],
         watch: StepWatch | None = None,
+        routers: RouterShape | None = None,
     ) -> None:
         """``stopping`` turns true when the group is to end without finishing. ``watch`` is shown every token and may
-        end the attempt early; None: nobody looks before the end."""
+        end the attempt early; None: nobody looks before the end. ``routers``: of the model that samples; None: not
+        known."""
         self._live = live
         self._attempt = attempt
         self._router = router
@@ -52,6 +56,7 @@ class RolloutClient:
         self._seed = seed
         self._stopping = stopping
         self._watch = watch
+        self._routers = routers
         self._next_turn = 0
 
     @cached_property
@@ -70,6 +75,11 @@ class RolloutClient:
             prefix=self._unfinished,
         )
         completion, engine = await self._generate(request, number)
+        fault = self._routing_fault(completion, len(prompt_ids) + completion.num_tokens)
+        if fault:
+            # The tokens were sampled and count, and the fault ends this group alone.
+            self._journal(number, replace(completion, routing=None))
+            raise RecordError(f"request {request.id} on {engine}: {fault}")
         turn = Turn(
             prompt_ids=prompt_ids,
             completion=self._news(completion),
@@ -79,6 +89,18 @@ class RolloutClient:
         )
         self._write("turn", number, value=turn)
         return self._finished[number]
+
+    def _routing_fault(self, completion: Completion, num_tokens: int | None = None) -> str:
+        """What is wrong with its routes, of which a snapshot has some only; empty: nothing."""
+        routing = completion.routing
+        if routing is None:
+            return ""
+        known = {} if self._routers is None else self._routers._asdict()
+        try:
+            check_routing(routing, num_tokens=num_tokens or len(routing.recorded), **known)
+        except RecordError as error:
+            return str(error)
+        return ""
 
     async def _generate(self, request: Request, number: int) -> tuple[Completion, str]:
         """Until the completion is finished, whatever interrupts it, or is given up; with the last engine's name."""
@@ -113,6 +135,8 @@ class RolloutClient:
 
     def _journal(self, number: int, so_far: Completion) -> None:
         news = self._news(so_far)
+        if self._routing_fault(news):
+            news = replace(news, routing=None)
         if news.num_tokens:
             self._write("tokens", number, more=news)
 

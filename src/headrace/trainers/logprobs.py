@@ -24,6 +24,7 @@ from headrace.data.packing import PackedRow
 from headrace.errors import ModelError
 from headrace.models.kept_sets import KeptSets, kept_sets
 from headrace.models.packed_attention import PackedLayout, build_layout
+from headrace.models.route_replay import RowRoutes, follow_routes
 from headrace.trainers.head import (
     add_head_weight_gradient,
     chunk_length,
@@ -57,6 +58,8 @@ class RowTensors:
     num_sequences: int
     kept: KeptSets | None
     """The kept sets of the loss tokens; None: all were drawn from the whole vocabulary."""
+    routes: RowRoutes | None = None
+    """What a mixture's routers chose when the tokens were sampled; None: not known."""
 
 
 class TokenValues(NamedTuple):
@@ -88,7 +91,17 @@ def row_tensors(row: PackedRow, *, device: torch.device | str) -> RowTensors:
         kept=None
         if row.sampling_mask is None
         else kept_sets(rows_at(row.sampling_mask, loss_tokens), device),
+        routes=_row_routes(row, device),
     )
+
+
+def _row_routes(row: PackedRow, device: torch.device | str) -> RowRoutes | None:
+    if row.routes is None or row.routed is None:
+        return None
+    # Layers apart, so that each reads one piece of memory. Kernels know little of uint16; experts are below 2^15.
+    experts_MTK = np.ascontiguousarray(row.routes.swapaxes(0, 1))
+    experts_MTK = experts_MTK.view(np.int16) if experts_MTK.dtype == np.uint16 else experts_MTK
+    return RowRoutes(torch.from_numpy(experts_MTK).to(device), torch.from_numpy(row.routed).to(device))
 
 
 def token_logprobs(model: PreTrainedModel, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,6 +170,7 @@ def _mixed_values(
 
 def decoder_output(model: PreTrainedModel, row: RowTensors) -> torch.Tensor:
     """[T, H], what the head reads."""
+    follow_routes(model, row.routes)
     return model.get_decoder()(
         input_ids=row.token_ids_T[None],
         position_ids=row.position_ids_T[None],

@@ -33,6 +33,7 @@ from headrace.algos.kl import KLName
 from headrace.algos.parameters import of_owner
 from headrace.data import masks
 from headrace.data.dealing import minibatches
+from headrace.data.routing import RouterShape
 from headrace.errors import ConfigError, InvariantError, TrainingError
 from headrace.models.lora import LoraSpec
 from headrace.protocols import WeightSender
@@ -47,6 +48,7 @@ from headrace.trainers.objective import Objective, Part, RowOutcome
 from headrace.trainers.optim import Schedule, build_adamw, check_schedule, rate_factor, set_learning_rate
 from headrace.trainers.placement import Offload, place_weights
 from headrace.trainers.ranks import ALONE, Ranks
+from headrace.trainers.routes import RouteTally, RoutingName, check_sample_routes, route_replay
 from headrace.trainers.rows import TrainRow, train_rows, with_cutoff, without_truncated
 from headrace.types import BundleKind, StepResult, TrainBatch, WeightManifest
 
@@ -81,6 +83,7 @@ class TorchTrainer:
         kl_coef: float = 0.0,
         keep_reference: bool = True,
         balance_coef: float = 0.0,
+        routing: RoutingName = "keep",
         learning_rate: float = 1e-6,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
@@ -103,8 +106,8 @@ class TorchTrainer:
         ``compute_dtype`` is what the model is computed and published in. ``options`` are parameters of the loss, its
         ``corrections`` and the ``guard`` by qualified name (``catalog.PARAMETERS``), ``parts`` further components of
         the loss. ``keep_reference`` False: the reference of a KL term is not kept here, samples bring its
-        log-probabilities. ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``; ``grad_clip``
-        None clips nothing. ``share_prefixes`` computes a prompt once for all attempts at it (None: on a GPU);
+        log-probabilities. ``routing`` ``keep`` routes tokens as the engine recorded it, ``live`` only compares.
+        ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``; ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt once for all attempts at it (None: on a GPU);
         ``eager`` compiles nothing, for debugging. ``lora``: train this adapter and leave the model's own weights
         alone."""
         self.objective = Objective(
@@ -129,6 +132,7 @@ class TorchTrainer:
         )
         self.model, self.policy = self._weights.model, self._weights.policy
         self._ranks, self._device = ranks, self._weights.device
+        self._replay = route_replay(self.policy, routing, self._device)
         self._balance, self._balance_coef = ExpertBalance(self.policy) if balance_coef else None, balance_coef
         on_gpu = self._device.type == "cuda"
         self._share_prefixes = on_gpu if share_prefixes is None else share_prefixes
@@ -141,6 +145,7 @@ class TorchTrainer:
             host_moments=self._weights.host_moments,
         )
         self.version, self.num_steps, self.num_tokens = 0, 0, 0
+        self._tally: RouteTally | None = None
         ledger.switch("waiting-for-batch")
 
     def _build_blocks(self, *, compiled: bool) -> DecoderBlocks:
@@ -169,12 +174,16 @@ class TorchTrainer:
         """One step over minibatches that were dealt out; of each, this rank has its share. All ranks return
         the same."""
         vocab_size = self.policy.config.get_text_config().vocab_size
+        shape = None if self._replay is None else self._replay.shape
         for part in parts:
-            _check_batch(part, version=self.version, num_steps=self.num_steps, vocab_size=vocab_size)
+            _check_batch(
+                part, version=self.version, num_steps=self.num_steps, vocab_size=vocab_size, routers=shape
+            )
         step = parts[0].step
         rate = self._learning_rate * rate_factor(
             step, schedule=self._schedule, warmup_steps=self._warmup_steps, total_steps=self._total_steps
         )
+        self._tally = None if self._replay is None else RouteTally(self._replay)
         verdict = Verdict()
         records: list[RowRecord] = []
         norms: list[float] = []
@@ -200,6 +209,7 @@ class TorchTrainer:
                     )
                 skipped = skipped if reason is None else name + reason
             metrics = step_metrics(records, self.objective, self._ranks) | left_out
+            metrics |= {} if self._tally is None else self._tally.metrics(self._ranks)
         num_loss_tokens, num_rows = self._ranks.totals(
             sum(record.policy_logprobs_N.numel() for record in records), len(records)
         )
@@ -335,7 +345,8 @@ class TorchTrainer:
         for row, is_missing in zip(rows, missing, strict=True):
             logprobs_N = row.inputs.ref_logprobs_N
             if is_missing:
-                computed_N = reference.values(row.tensors).logprobs_N
+                # Routed as it would route itself, which is also what an engine that scores for it does.
+                computed_N = reference.values(replace(row.tensors, routes=None)).logprobs_N
                 logprobs_N = computed_N if logprobs_N is None else logprobs_N
             done.append(replace(row, inputs=replace(row.inputs, ref_logprobs_N=logprobs_N)))
         return done
@@ -371,6 +382,8 @@ class TorchTrainer:
             if row.is_filler:
                 continue
             self.num_tokens += int(row.tensors.token_ids_T.numel())
+            if self._tally is not None:
+                self._tally.add(row.tensors, before_update=before_update)
             records.append(
                 RowRecord(
                     inputs=row.inputs,
@@ -431,7 +444,14 @@ def _check_references(parts: Sequence[TrainBatch]) -> None:
             )
 
 
-def _check_batch(batch: TrainBatch, *, version: int, num_steps: int, vocab_size: int) -> None:
+def _check_batch(
+    batch: TrainBatch,
+    *,
+    version: int,
+    num_steps: int,
+    vocab_size: int,
+    routers: RouterShape | None = None,
+) -> None:
     if (batch.version, batch.step) != (version, num_steps + 1):
         raise InvariantError(
             f"step: batch {batch.step} starts from version {batch.version}, but {num_steps} steps are done "
@@ -447,3 +467,4 @@ def _check_batch(batch: TrainBatch, *, version: int, num_steps: int, vocab_size:
             )
         if sample.temperature <= 0:
             raise TrainingError(f"{name}: temperature 0 leaves nothing to train on; set temperature above 0")
+        check_sample_routes(sample, routers)
