@@ -35,6 +35,8 @@ TOP = frozenset(
         "api",
         "build",
         "roles",
+        "model_paths",
+        "teaching",
         "cli",
         "cli_common",
         "demo",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace import build, evaluation, roles
+from headrace import build, evaluation, roles, teaching
 from headrace.config import Settings, from_dict
 from headrace.errors import ConfigError
 from headrace.launch.controller_loop import ControllerLoop
@@ -146,14 +146,18 @@ def _settings(
     return from_dict({**values, **named}, training=training)
 
 
-def _rewards(given: Any, settings: Settings) -> list[build.Reward]:
+def _rewards(given: Any, settings: Settings, *, needed: bool = True) -> list[build.Reward]:
     rewards = list(settings.reward.functions) if given is None else given
     if isinstance(rewards, str) or callable(rewards):
         rewards = [rewards]
     if not isinstance(rewards, Sequence) or not all(isinstance(r, str) or callable(r) for r in rewards):
         raise ConfigError(f"reward is {rewards!r}: give a function, module:function, or a list of those")
-    if not rewards:
+    if not rewards and needed:
         raise ConfigError("reward.functions is not set: name at least one reward function")
+    if not rewards and settings.rollout.drop_zero_variance:
+        raise ConfigError(
+            "rollout.drop_zero_variance would drop every group, since there is no reward: set it to false"
+        )
     weights = settings.reward.weights
     if weights is not None and len(weights) != len(rewards):
         raise ConfigError(f"reward.weights has {len(weights)} entries for {len(rewards)} reward functions")
@@ -162,12 +166,13 @@ def _rewards(given: Any, settings: Settings) -> list[build.Reward]:
 
 def _inputs(settings: Settings, tasks: Any, reward: Any) -> _Inputs:
     build.check_packages(settings)
+    teaching.check_tokenizers(settings)
     renderer = build.Renderer.from_directory(build.model_directory(settings))
     source = build.task_source(settings, tasks)
     # What the first task cannot do, a missing chat template for instance, most likely none can.
     renderer.prompt_ids(source.task(0))
-    rewards, plan = _rewards(reward, settings), build.plan(settings, renderer)
-    return _Inputs(renderer=renderer, tasks=source, rewards=rewards, plan=plan)
+    rewards = _rewards(reward, settings, needed=not teaching.names(settings))
+    return _Inputs(renderer=renderer, tasks=source, rewards=rewards, plan=build.plan(settings, renderer))
 
 
 async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -> RunResult:
@@ -191,6 +196,7 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
                 sink=sink,
                 reference=cluster.reference,
                 process=cluster.step_scorer,
+                teachers=teaching.teachers(settings, cluster.teachers, sink),
                 # Inline, the engine and the trainer run on this loop too: its time is theirs.
                 own_status=loop.status if settings.run.launcher == "local" else None,
             )

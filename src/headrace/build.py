@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace import teaching
 from headrace.algos.composition import parameter_values
 from headrace.config import EngineSettings, Settings
 from headrace.config.settings import AlgoSettings
@@ -23,15 +24,18 @@ from headrace.data.rendering import Renderer
 from headrace.data.routing import RouterShape, router_shape
 from headrace.data.steps import parse_rule
 from headrace.envs.single_turn import SingleTurn
-from headrace.errors import ConfigError, ModelError, TaskError
+from headrace.errors import ConfigError, TaskError
 from headrace.launch.inline import InlineCluster
 from headrace.launch.local import LocalCluster, LocalLauncher, RoleSpec
+from headrace.launch.role_methods import RoleKind
+from headrace.model_paths import found_model
 from headrace.protocols import Scorer, TaskSource
 from headrace.runtime.plan import ProcessPlan, RunPlan
 from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.merged import MergedScorer
 from headrace.scoring.process import build_scorer
 from headrace.scoring.resolve import function_name, resolve
+from headrace.scoring.unrewarded import Unrewarded
 from headrace.types import Sampling
 from headrace.weights.segment_directory import create_segment_directory
 from headrace.weights.transports import Route, choose
@@ -117,24 +121,7 @@ def model_directory(settings: Settings) -> Path:
     """Where the model lies; a hub name is fetched once."""
     if settings.model.path is None:
         raise ConfigError("model.path is not set: give a directory in Hugging Face format or a hub name")
-    return fetched(settings.model.path, "model.path")
-
-
-def fetched(path: str, field: str) -> Path:
-    """A model that a setting names, on this machine."""
-    if Path(path).is_dir():
-        return Path(path)
-    if Path(path).is_absolute() or path.startswith("."):
-        raise ModelError(f"{field}: {path} does not exist; check the path")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(path))
-    except Exception as e:
-        reason = str(e).strip().partition("\n")[0]
-        raise ModelError(
-            f"{field}: {path} is neither a directory nor a model that can be fetched ({reason})"
-        ) from e
+    return found_model(settings.model.path, "model.path")
 
 
 def sampling(settings: Settings, renderer: Renderer) -> Sampling:
@@ -228,6 +215,8 @@ def scorer(settings: Settings, rewards: Sequence[Reward], remote: Sequence[Score
     names = reward_names(rewards)
     here = {n: f for n, f in zip(names, rewards, strict=True) if not isinstance(f, str)}
     parts = list(remote)
+    if not rewards:
+        return Unrewarded()
     if here:
         parts.append(FunctionScorer(here, timeout_s=r.timeout_s, retries=r.retries, workers=r.workers))
     return parts[0] if len(parts) == 1 else MergedScorer(parts, names)
@@ -272,9 +261,11 @@ def route(settings: Settings, place: str | None = None) -> Route:
     """How weights reach the engines. All roles are on this machine and its one device, ``place`` (None: that of
     the settings)."""
     w = settings.weights
+    # A teacher that follows late takes versions as they were, each by itself.
+    bundle = "full" if settings.distill.snapshot_lag and w.bundle == "auto" else w.bundle
     return choose(
         w.transport,
-        w.bundle,
+        bundle,
         device=place or device(settings.model.device),
         item_bytes=2 if dtype(settings, place) == "bfloat16" else 4,
     )
@@ -351,8 +342,9 @@ async def _start(
         "fresh": fresh,
     }
     engines = [{**told, "name": f"engine-{i}", "version": -1} for i in range(settings.engine.count)]
-    reference = {**told, "name": "reference", "version": 0, "reference": True}
+    reference = {**told, "name": "reference", "version": 0, "scores": True}
     with_reference = settings.algo.reference == "engine"
+    teachers = teaching.told_teachers(settings, told)
     scoring = scorer_settings(settings, rewards)
     process = {**told, "name": "process"} if settings.scoring.process is not None else None
     if settings.run.launcher == "inline":
@@ -364,16 +356,17 @@ async def _start(
             [build_scorer(scoring)] if scoring else [],
             reference=engine_role(reference) if with_reference else None,
             step_scorer=process_role({**process, "threaded": False}) if process else None,
+            teachers={name: engine_role(teacher) for name, teacher in teachers.items()},
             directory=directory,
         )
+    kinds: list[tuple[RoleKind, dict[str, Any]]] = [("engine", engine) for engine in engines]
+    kinds += [("reference", reference)] if with_reference else []
+    kinds += [("teacher", teacher) for teacher in teachers.values()]
     roles = [
         RoleSpec(
-            name=e["name"],
-            kind="reference" if e.get("reference") else "engine",
-            factory="headrace.roles:engine_role",
-            settings={**e, "threaded": True},
+            name=e["name"], kind=kind, factory="headrace.roles:engine_role", settings={**e, "threaded": True}
         )
-        for e in ([*engines, reference] if with_reference else engines)
+        for kind, e in kinds
     ]
     roles += _trainer_roles(settings, told)
     if scoring:

@@ -25,6 +25,7 @@ from headrace.types import (
     StepQuestion,
     StepResult,
     Task,
+    TeacherScores,
     TensorBlob,
     TensorPatch,
     TrainBatch,
@@ -61,6 +62,12 @@ class Engine(Protocol):
     ) -> list[np.ndarray]:
         """float32 [T] logprobs of given tokens under the policy's current weights; entry 0 is 0. ``masks``: the
         tokens each sequence's were chosen among, a row for each of its tokens; None: the whole vocabulary."""
+        ...
+
+    async def score_top(
+        self, token_ids: Sequence[np.ndarray], *, top_k: int, temperature: float = 1.0, policy: str = "policy"
+    ) -> list[TeacherScores]:
+        """As ``score``, with the ``top_k`` likeliest tokens of every position."""
         ...
 
     async def begin_update(self, mode: InterruptMode) -> None:

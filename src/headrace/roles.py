@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from headrace import build
+from headrace import build, teaching
 from headrace.config import Settings, from_dict
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.errors import ConfigError, ModelError, TaskError
+from headrace.model_paths import found_model
 from headrace.protocols import Engine, StepScorer, Trainer, WeightSender
 from headrace.scoring.resolve import function_name, resolve
 from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
@@ -28,8 +29,8 @@ _PROCESS_KV_BYTES = {"cpu": 2**30, "cuda": 2**33}
 
 
 def engine_role(told: Mapping[str, Any]) -> Engine:
-    """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update. A
-    ``reference`` only scores."""
+    """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update. One that only
+    ``scores`` is small, and without an adapter unless it is to ``follow`` the policy."""
     build.quieten()
     from headrace.engines.checks import context_tokens
     from headrace.engines.driver import EngineDriver
@@ -40,7 +41,8 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
     settings = from_dict(told["settings"], training=False)
     model = load_model(told["model"], dtype=build.dtype(settings), device=build.device(settings.model.device))
     e = settings.engine
-    if told.get("reference"):
+    scores, follows = told.get("scores", False), told.get("follows", False)
+    if scores:
         e = build.reference_settings(settings, context_tokens(model.config.get_text_config()))
     core = torch_engine(
         model,
@@ -52,8 +54,8 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
         prefill_tokens=e.prefill_tokens,
         compiled=not settings.model.eager,
         memory_share=build.memory_share(settings, beside_trainer="segments" in told),
-        lora=build.lora(settings) if "segments" in told else None,
-        record_routes=settings.algo.routing == "keep" and "segments" in told and not told.get("reference"),
+        lora=build.lora(settings) if "segments" in told and (follows or not scores) else None,
+        record_routes=settings.algo.routing == "keep" and "segments" in told and not scores,
         progress=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
     )
     return EngineDriver(
@@ -116,6 +118,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         compute_dtype="bf16" if build.dtype(settings) == "bfloat16" else "fp32",
         eager=settings.model.eager,
         lora=build.lora(settings),
+        distillation=teaching.distillation(settings),
     )
     return TrainerDriver(core, threaded=told["threaded"], role=told.get("name", "trainer"))
 
@@ -142,7 +145,7 @@ def _process_model(asked: str, settings: Settings, policy: Renderer) -> Any:
     from headrace.scoring.process_model import ProcessModel, kv_tokens_in, load_process_model
 
     path, _, query = asked.partition("?")
-    directory = build.fetched(path, "scoring.process")
+    directory = found_model(path, "scoring.process")
     words = {
         name: unquote(value) for name, _, value in (part.partition("=") for part in query.split("&") if part)
     }

@@ -178,6 +178,22 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherScores:
+    """What another model thinks of one token sequence; entry t is its distribution given the tokens before t."""
+
+    logprobs: np.ndarray
+    """float32 [T], of the sequence's own tokens; entry 0 is 0."""
+    top_ids: np.ndarray | None = None
+    """int32 [T, K], its likeliest tokens at each position; None: not asked for."""
+    top_logprobs: np.ndarray | None = None
+    """float32 [T, K]; -inf marks an entry that is none (row 0, a vocabulary of fewer than K tokens)."""
+    teacher: str = ""
+    """Who it was, by name in the settings."""
+    version: int = 0
+    """Of its weights; 0 for a teacher that never changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreColumn:
     """What one source says of one attempt. It is bound late: by group and attempt, and within the attempt by
     step or by token."""
@@ -195,6 +211,8 @@ class ScoreColumn:
     """float32 [C]; higher is better."""
     logprobs: tuple[np.ndarray, ...] | None = None
     """float32 [T] of each of the attempt's samples, in order; None: the source computes none."""
+    teacher: tuple[TeacherScores, ...] | None = None
+    """Of each of the attempt's samples, in order; None: the source is no teacher, or the task has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +244,10 @@ class EpisodeGroup:
     """The weighted sum of each episode's rewards."""
     ref_logprobs: tuple[np.ndarray, ...] | None = None
     """float32 [T] of each of its samples, in order; None: no engine computes the reference."""
+    teacher: tuple[TeacherScores, ...] | None = None
+    """Of each of its samples, in order; None: the task has no teacher."""
     scores: tuple[ScoreColumn, ...] = ()
-    """Everything else that was said of the attempts in time: process rewards, a teacher's log-probabilities."""
+    """Everything else that was said of the attempts in time: process rewards, a source of the user's own."""
 
     @property
     def oldest_version(self) -> int:
@@ -260,6 +280,8 @@ class Sample:
     """Of its last completion."""
     ref_logprobs: np.ndarray | None = None
     """float32 [T]; None: no engine computed them."""
+    teacher: TeacherScores | None = None
+    """None: nobody is imitated here."""
     routing: Routing | None = None
     sampling_mask: SamplingMask | None = None
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace import build
+from headrace import build, teaching
 from headrace.config import from_dict
 from headrace.launch.local import LocalCluster, LocalLauncher
 from headrace.models.loading import Family, make_tiny_model
@@ -90,6 +90,7 @@ def single(model: Path, segments: Path, **changes: Any) -> TorchTrainer:
         row_tokens=s.trainer.row_tokens,
         minibatches=s.trainer.minibatches,
         on_nonfinite=s.trainer.on_nonfinite,
+        distillation=teaching.distillation(s),
     )
 
 

@@ -77,6 +77,13 @@ def examples() -> dict[str, Any]:
     question = types.StepQuestion(
         attempt="7/1", task=task, token_ids=ints(9, 8, 5), num_prompt=2, ends=ints(3), num_known=0, last=True
     )
+    teacher = types.TeacherScores(
+        logprobs=np.array([0, -0.5, -1.5], dtype=np.float32),
+        top_ids=np.arange(6, dtype=np.int32).reshape(3, 2),
+        top_logprobs=np.full((3, 2), -np.inf, dtype=np.float32),
+        teacher="math",
+        version=4,
+    )
     group = types.EpisodeGroup(
         group=7,
         task=task,
@@ -84,6 +91,7 @@ def examples() -> dict[str, Any]:
         returns=(1.0, 0.0),
         ref_logprobs=(np.zeros(3, dtype=np.float32), np.full(2, -0.5, dtype=np.float32)),
         scores=(column,),
+        teacher=(teacher, teacher),
     )
     sample = types.Sample(
         group=7,
@@ -96,6 +104,7 @@ def examples() -> dict[str, Any]:
         temperature=1.0,
         kv_versions=types.NO_KV,
         ref_logprobs=np.zeros(3, dtype=np.float32),
+        teacher=teacher,
         routing=routing,
         sampling_mask=mask,
     )
@@ -126,8 +135,8 @@ def examples() -> dict[str, Any]:
         role="engine-0", version=3, progress=10, seconds={"decode": 1.5}, counters={"steps": 2.0}
     )
     made = (
-        task, sampling, routing, mask, completion, request, turn, trajectory, episode, column, question, group, sample,
-        batch, result, blob, patch, slot, manifest, status,
+        task, sampling, routing, mask, completion, request, turn, trajectory, episode, teacher, column, question,
+        group, sample, batch, result, blob, patch, slot, manifest, status,
     )  # fmt: skip
     return {type(value).__name__: value for value in made}
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from headrace.config.settings import AlgoSettings, Settings
 
 _STEPS = re.compile(r"delimiter:.+|tokens:[1-9]\d*|entropy:\d*\.?\d+", re.DOTALL)
+_OTHER_TEACHERS = ("snapshot", "none")
+"""Teachers' names that mean something else."""
 _COMPARES_ATTEMPTS = ("grpo", "dr-grpo", "rloo", "maxrl", "lite-ppo")
 
 
@@ -192,6 +194,38 @@ def _scoring(s: Settings) -> Iterator[str]:
         )
 
 
+def _distill(s: Settings) -> Iterator[str]:
+    d, cuts = s.distill, s.rollout
+    for name, path in d.teachers.items():
+        # Processes and log files are named after them.
+        if not re.fullmatch(r"[A-Za-z0-9_]+", name) or name in _OTHER_TEACHERS or not path:
+            yield (
+                f'distill.teachers names "{name}" for "{path}": give each model a name of letters, digits and '
+                f"underscores other than {' and '.join(_OTHER_TEACHERS)}."
+            )
+    truncated = cuts.top_k > 0 or cuts.top_p < 1 or cuts.min_p > 0
+    if (d.teachers or d.snapshot_lag) and d.divergence != "sampled" and truncated:
+        yield (
+            f"distill.divergence is {d.divergence}, which compares whole distributions, but sampling is truncated: set "
+            "distill.divergence = sampled, or rollout.top_k = 0, rollout.top_p = 1.0 and rollout.min_p = 0.0."
+        )
+    if not (d.teachers or d.snapshot_lag) and d != type(d)():
+        yield (
+            "distill names nobody to imitate, so its other settings do nothing: set distill.teachers or "
+            "distill.snapshot_lag."
+        )
+    if d.snapshot_lag and s.weights.bundle == "delta":
+        yield (
+            f"distill.snapshot_lag is {d.snapshot_lag}, but a teacher that follows late needs whole bundles: set "
+            "weights.bundle = full."
+        )
+    if d.snapshot_lag and s.weights.transport == "collective":
+        yield (
+            f"distill.snapshot_lag is {d.snapshot_lag}, but a broadcast cannot be received later: set "
+            "weights.transport = auto."
+        )
+
+
 def _engine(s: Settings) -> Iterator[str]:
     kv_tokens, needed = s.engine.kv_tokens, s.rollout.max_tokens + s.engine.block_size
     if kv_tokens is not None and kv_tokens < needed:
@@ -238,4 +272,6 @@ def _lora(s: Settings) -> Iterator[str]:
 
 _Rule = Callable[["Settings"], Iterator[str]]
 _ALWAYS: tuple[_Rule, ...] = (_reward, _scoring, _engine)
-_TRAINING: tuple[_Rule, ...] = (_sampling, _groups, _batch, _ranks, _loss, _composition, _lora, _warm_start)
+_TRAINING: tuple[_Rule, ...] = (
+    _sampling, _groups, _batch, _ranks, _loss, _composition, _distill, _lora, _warm_start,
+)  # fmt: skip

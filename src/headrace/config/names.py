@@ -95,6 +95,8 @@ def _describe(annotation: Any, metadata: list[Any], *, plural: int = 0) -> str:
         return _describe(args[0], [*args[1:], *metadata], plural=plural)
     if origin is Literal:
         return "one of " + ", ".join(map(str, args))
+    if origin is dict and args[1] is str:
+        return "a table of texts"
     if origin is dict:
         return "a table of texts, numbers, booleans, lists and tables"
     if origin is tuple:

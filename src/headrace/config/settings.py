@@ -238,6 +238,23 @@ class AlgoSettings(Section):
     """Reward lost by a completion that fills all of `rollout.max_tokens`."""
 
 
+class DistillSettings(Section):
+    """Pull the policy towards a teacher on what it samples itself, alone or beside a reward."""
+
+    teachers: dict[str, str] = Field(default_factory=dict)
+    """Table of names and models (directories or hub names) to imitate; a task's column `teacher` chooses one by name,
+    the first where it has none; `none` imitates nobody."""
+    divergence: Literal["sampled", "forward", "reverse"] = "sampled"
+    """`sampled` is KL(policy || teacher) as a policy gradient on the sampled tokens; `reverse` computes the same and
+    `forward` KL(teacher || policy) over the teacher's likeliest tokens and one bucket for the rest."""
+    coef: float = Field(1.0, gt=0)
+    """Weight of the divergence in the loss; it is averaged over the tokens that have a teacher."""
+    top_k: int = Field(16, ge=1, le=1024)
+    """Likeliest tokens the teacher tells of each position, for `forward` and `reverse`."""
+    snapshot_lag: int = Field(0, ge=0)
+    """Above 0, one teacher more, `snapshot`: the policy itself so many versions back."""
+
+
 class TrainerSettings(Section):
     """From a loss to new weights (AdamW)."""
 
@@ -349,6 +366,7 @@ class Settings(BaseModel):
     reward: RewardSettings = RewardSettings()
     scoring: ScoringSettings = ScoringSettings()
     algo: AlgoSettings = AlgoSettings()
+    distill: DistillSettings = DistillSettings()
     trainer: TrainerSettings = TrainerSettings()
     lora: LoraSettings = LoraSettings()
     engine: EngineSettings = EngineSettings()

@@ -24,7 +24,8 @@ import numpy as np
 
 from headrace.data import masks
 from headrace.data.packed_routes import equally_routed, lay_routes
-from headrace.types import Sample, SamplingMask
+from headrace.data.teacher_columns import join_teachers
+from headrace.types import Sample, SamplingMask, TeacherScores
 
 NO_PARENT = -1
 MIN_SAVING = 0.04
@@ -65,6 +66,8 @@ class PackedRow:
     """uint8 or uint16 [T, M, K], zeros where nothing is recorded; None: no sample of the row has a record."""
     routed: np.ndarray | None = None
     """bool [T], which tokens have a record; None: as above."""
+    teacher: TeacherScores | None = None
+    """Blank where a sample has no teacher; None: none of the row has."""
 
     @property
     def num_tokens(self) -> int:
@@ -152,6 +155,7 @@ def pack_row(samples: Sequence[Sample], bundles: Sequence[Bundle]) -> PackedRow:
         sampling_mask=_joined_mask(samples, spans),
         routes=routes,
         routed=routed,
+        teacher=join_teachers(samples, spans),
     )
 
 

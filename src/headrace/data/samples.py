@@ -38,10 +38,13 @@ def build_samples(
         )
         for i, chain in chains
     ]
-    if group.ref_logprobs is None:
-        return tuple(samples)
-    pairs = zip(samples, group.ref_logprobs, strict=True)
-    return tuple([replace(sample, ref_logprobs=logprobs) for sample, logprobs in pairs])
+    if group.ref_logprobs is not None:
+        pairs = zip(samples, group.ref_logprobs, strict=True)
+        samples = [replace(sample, ref_logprobs=logprobs) for sample, logprobs in pairs]
+    if group.teacher is not None:
+        taught = zip(samples, group.teacher, strict=True)
+        samples = [replace(sample, teacher=scores) for sample, scores in taught]
+    return tuple(samples)
 
 
 def _by_turn(advantage: float | np.ndarray, episode: Episode) -> Callable[[Turn], float | np.ndarray]:

@@ -29,9 +29,10 @@ from headrace.engines.route_table import RoutedRows, RouteTable
 from headrace.engines.sampler import Drawn
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
+from headrace.engines.top_scores import top_in_chunks
 from headrace.engines.truncated_draws import KeptSets, cut_rows, kept_sets, to_host
 from headrace.models.lora import LoraSpec
-from headrace.types import SamplingMask
+from headrace.types import SamplingMask, TeacherScores
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
 
@@ -154,12 +155,25 @@ class DeviceExecutor:
         adapter: int,
         mask: SamplingMask | None = None,
     ) -> np.ndarray:
+        logits_of = self._scored_logits(token_ids, blocks, adapter)
+        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of, mask)
+
+    def score_top(
+        self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int, top_k: int
+    ) -> TeacherScores:
+        logits_of = self._scored_logits(token_ids, blocks, adapter)
+        return top_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of, top_k)
+
+    def _scored_logits(
+        self, token_ids: np.ndarray, blocks: list[int], adapter: int
+    ) -> Callable[[int, int], torch.Tensor]:
+        """float32 [stop - start, V] of given rows, to be asked for in order."""
         slot, table = self._passes.state.scoring_slot, np.array(blocks)
 
         def logits_of(start: int, stop: int) -> torch.Tensor:
             return self._passes.all_logits([Piece(slot, start, token_ids[start:stop], table, adapter)])
 
-        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of, mask)
+        return logits_of
 
     def _bring_known_tokens(self, slots: np.ndarray) -> None:
         """A row whose token is booked may never have drawn here: the last row of a prompt, for one."""

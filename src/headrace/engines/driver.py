@@ -32,6 +32,7 @@ from headrace.types import (
     Request,
     RoleStatus,
     SamplingMask,
+    TeacherScores,
     TensorBlob,
     TensorPatch,
     WeightManifest,
@@ -103,6 +104,12 @@ class EngineDriver:
     ) -> list[np.ndarray]:
         self._ensure_alive()
         return self._core.score(token_ids, temperature, policy, masks)
+
+    async def score_top(
+        self, token_ids: Sequence[np.ndarray], *, top_k: int, temperature: float = 1.0, policy: str = POLICY
+    ) -> list[TeacherScores]:
+        self._ensure_alive()
+        return self._core.score_top(token_ids, top_k, temperature, policy)
 
     async def begin_update(self, mode: InterruptMode) -> None:
         self._ensure_alive()

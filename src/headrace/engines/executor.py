@@ -22,7 +22,7 @@ from headrace.engines.scheduler import Work
 from headrace.engines.sequences import SlotTable
 from headrace.errors import TaskError
 from headrace.models import kept_sets
-from headrace.types import SamplingMask
+from headrace.types import SamplingMask, TeacherScores
 
 
 def score_in_chunks(
@@ -100,4 +100,10 @@ class Executor(Protocol):
     ) -> np.ndarray:
         """float32 [T] logprobs of the tokens, entry 0 is 0; ``blocks`` hold their keys and values, ``mask`` the
         tokens they were chosen among."""
+        ...
+
+    def score_top(
+        self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int, top_k: int
+    ) -> TeacherScores:
+        """As ``score``, with the ``top_k`` likeliest tokens of every position."""
         ...

@@ -9,6 +9,7 @@ Shape legend: T rows of a pass, R rows that are sampled, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,11 +26,12 @@ from headrace.engines.route_table import RoutedRows, RouteTable
 from headrace.engines.sampler import Drawn, SamplerRows, sample, sample_plainly
 from headrace.engines.scheduler import Chunk, Work
 from headrace.engines.sequences import SlotTable
+from headrace.engines.top_scores import top_in_chunks
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.lora import LoraSpec
 from headrace.models.paged_attention import KvTensors
 from headrace.models.route_recording import recorder
-from headrace.types import SamplingMask
+from headrace.types import SamplingMask, TeacherScores
 
 _USUAL_TOKENS = 512
 """Tokens a running sequence is given room for when ``kv_tokens`` is not set."""
@@ -130,6 +132,19 @@ class PlainExecutor:
         adapter: int,
         mask: SamplingMask | None = None,
     ) -> np.ndarray:
+        logits_of = self._scored_logits(token_ids, blocks, adapter)
+        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of, mask)
+
+    def score_top(
+        self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int, top_k: int
+    ) -> TeacherScores:
+        logits_of = self._scored_logits(token_ids, blocks, adapter)
+        return top_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of, top_k)
+
+    def _scored_logits(
+        self, token_ids: np.ndarray, blocks: list[int], adapter: int
+    ) -> Callable[[int, int], torch.Tensor]:
+        """float32 [stop - start, V] of given rows, to be asked for in order."""
         table = np.zeros(self._pass.num_table_entries(len(token_ids)), dtype=np.int64)
         table[: len(blocks)] = blocks
 
@@ -138,7 +153,7 @@ class PlainExecutor:
             rows.add_chunk(token_ids[start:stop], start, table, adapter)
             return self._pass.logits(rows, np.arange(stop - start))
 
-        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of, mask)
+        return logits_of
 
     def _add_decoding(self, rows: Rows, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Add the decoding slots; returns them in another order, and the row of each."""

@@ -25,6 +25,7 @@ from headrace.types import (
     Request,
     RoleStatus,
     SamplingMask,
+    TeacherScores,
     TensorBlob,
     TensorPatch,
     WeightManifest,
@@ -139,6 +140,12 @@ class ScriptedEngine:
     ) -> list[np.ndarray]:
         return [np.where(np.arange(len(ids)) == 0, 0.0, -1.0).astype(np.float32) for ids in token_ids]
 
+    async def score_top(
+        self, token_ids: Sequence[np.ndarray], *, top_k: int, temperature: float = 1.0, policy: str = "policy"
+    ) -> list[TeacherScores]:
+        """The token itself with half of the probability, the ids after it with half of the rest each."""
+        return [_halved(np.asarray(ids, dtype=np.int32), top_k) for ids in token_ids]
+
     async def begin_update(self, mode: InterruptMode) -> None:
         if mode == "never":
             return
@@ -189,3 +196,13 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         self._open.set()
+
+
+def _halved(token_ids: np.ndarray, top_k: int) -> TeacherScores:
+    ranks = np.arange(top_k, dtype=np.int32)
+    top_logprobs = np.tile(np.log(0.5) * (1 + ranks).astype(np.float32), (len(token_ids), 1))
+    top_logprobs[:1] = -np.inf
+    logprobs = np.where(np.arange(len(token_ids)) == 0, 0.0, np.log(0.5)).astype(np.float32)
+    return TeacherScores(
+        logprobs=logprobs, top_ids=token_ids[:, None] + ranks, top_logprobs=top_logprobs.astype(np.float32)
+    )

@@ -18,9 +18,11 @@ Shape legend: R rows that are sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,7 +34,17 @@ from headrace.engines.scheduler import Scheduler, Work
 from headrace.engines.sequences import Sequence, new_sequence, resting_completion
 from headrace.errors import TaskError, WeightSyncError
 from headrace.timekeeping import TimeLedger
-from headrace.types import Completion, FinishReason, Request, SamplingMask, TensorBlob, TensorPatch
+from headrace.types import (
+    Completion,
+    FinishReason,
+    Request,
+    SamplingMask,
+    TeacherScores,
+    TensorBlob,
+    TensorPatch,
+)
+
+T = TypeVar("T")
 
 _NOBODYS = -1
 """The version of blocks that are never found by anybody else."""
@@ -213,9 +225,20 @@ class TorchEngine:
         sets = [None] * len(token_ids) if masks is None else masks
         with self._ledger.activity("prefill"):
             return [
-                self._score_one(np.asarray(ids, dtype=np.int64), temperature, adapter, mask)
+                self._score_one(
+                    ids, partial(self._executor.score, temperature=temperature, adapter=adapter, mask=mask)
+                )
                 for ids, mask in zip(token_ids, sets, strict=True)
             ]
+
+    def score_top(
+        self, token_ids: Several[np.ndarray], top_k: int, temperature: float = 1.0, policy: str = POLICY
+    ) -> list[TeacherScores]:
+        """As ``score``, with the likeliest tokens of every position."""
+        adapter = self._policies.adapter_of(policy)
+        score = partial(self._executor.score_top, temperature=temperature, adapter=adapter, top_k=top_k)
+        with self._ledger.activity("prefill"):
+            return [self._score_one(ids, score) for ids in token_ids]
 
     def counters(self) -> dict[str, float]:
         counters = self._scheduler.counters
@@ -302,9 +325,8 @@ class TorchEngine:
                 if sequence.adapter == adapter:
                     self._scheduler.preempt(sequence)
 
-    def _score_one(
-        self, token_ids: np.ndarray, temperature: float, adapter: int, mask: SamplingMask | None
-    ) -> np.ndarray:
+    def _score_one(self, given: np.ndarray, score: Callable[[np.ndarray, list[int]], T]) -> T:
+        token_ids = np.asarray(given, dtype=np.int64)
         if len(token_ids) > self.limit_tokens:
             raise TaskError(
                 f"a sequence of {len(token_ids)} tokens cannot be scored by an engine that takes "
@@ -312,11 +334,11 @@ class TorchEngine:
             )
         blocks = self._borrow(len(token_ids))
         try:
-            logprobs = self._executor.score(token_ids, blocks, temperature, adapter, mask)
+            scored = score(token_ids, blocks)
         finally:
             self._pool.release(blocks)
         self._scheduler.counters.prefill_tokens += max(0, len(token_ids) - 1)
-        return logprobs
+        return scored
 
     def _borrow(self, num_rows: int) -> list[int]:
         """Blocks for scoring; running requests are sent back to wait if there is no other way."""

@@ -24,16 +24,19 @@ class InlineCluster:
         scorers: Sequence[Scorer] = (),
         *,
         reference: Engine | None = None,
+        teachers: Mapping[str, Engine] | None = None,
         step_scorer: StepScorer | None = None,
         directory: Path | None = None,
     ) -> None:
         """``trainer`` None: nothing is trained (an evaluation). ``reference``: an engine that keeps the starting
-        weights. ``step_scorer``: a process-reward model. ``directory``: of the weight segments, removed at the end."""
+        weights. ``teachers``: engines that are imitated, by name. ``step_scorer``: a process-reward model.
+        ``directory``: of the weight segments, removed at the end."""
         self._directory = directory
         self.engines = tuple(engines)
         self.scorers = tuple(scorers)
         self.reference = reference
         self.step_scorer = step_scorer
+        self.teachers = dict(teachers or {})
         self._trainer = trainer
 
     @property
@@ -44,7 +47,8 @@ class InlineCluster:
 
     @property
     def _all_engines(self) -> tuple[Engine, ...]:
-        return self.engines if self.reference is None else (*self.engines, self.reference)
+        others = () if self.reference is None else (self.reference,)
+        return (*self.engines, *others, *self.teachers.values())
 
     async def statuses(self) -> Mapping[str, RoleStatus]:
         """What each role that has a status says of itself now."""

@@ -53,7 +53,7 @@ class LocalCluster:
     ) -> None:
         callers = {
             kind: [p.caller for p in processes if p.spec.kind == kind]
-            for kind in ("engine", "reference", "scorer", "process")
+            for kind in ("engine", "reference", "teacher", "scorer", "process")
         }
         self.engines = tuple(RemoteEngine(caller, deadlines_s) for caller in callers["engine"])
         self.scorers = tuple(RemoteScorer(caller, deadlines_s) for caller in callers["scorer"])
@@ -61,6 +61,10 @@ class LocalCluster:
         self.reference = references[0] if references else None
         judges = [RemoteStepScorer(caller, deadlines_s) for caller in callers["process"]]
         self.step_scorer = judges[0] if judges else None
+        self.teachers = {
+            caller.role.removeprefix("teacher-"): RemoteEngine(caller, deadlines_s)
+            for caller in callers["teacher"]
+        }
         trainers = [p for p in processes if p.spec.kind == "trainer"]
         self._trainer: Trainer | None = None
         if len(trainers) == 1:

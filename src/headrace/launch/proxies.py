@@ -25,6 +25,7 @@ from headrace.types import (
     StepQuestion,
     StepResult,
     Task,
+    TeacherScores,
     TrainBatch,
     WeightManifest,
 )
@@ -35,6 +36,7 @@ DEADLINES_S: Mapping[str, float] = MappingProxyType(
         "abort": 120.0,
         "score": 600.0,
         "score_steps": 600.0,
+        "score_top": 600.0,
         "begin_update": 3600.0,
         "apply": 600.0,
         "cancel_update": 120.0,
@@ -83,6 +85,11 @@ class RemoteEngine:
     ) -> list[np.ndarray]:
         sets = [] if masks is None else [list(masks)]
         return await self._call("score", list(token_ids), temperature, policy, *sets)
+
+    async def score_top(
+        self, token_ids: Sequence[np.ndarray], *, top_k: int, temperature: float = 1.0, policy: str = "policy"
+    ) -> list[TeacherScores]:
+        return await self._call("score_top", list(token_ids), top_k, temperature, policy)
 
     async def begin_update(self, mode: InterruptMode) -> None:
         await self._call("begin_update", mode)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from headrace.launch.rpc import Note
 
-RoleKind = Literal["engine", "reference", "trainer", "scorer", "process"]
+RoleKind = Literal["engine", "reference", "teacher", "trainer", "scorer", "process"]
 Method = Callable[[Any, list[Any], Note | None], Awaitable[Any]]
 
 ENGINE: Mapping[str, Method] = {
@@ -20,6 +20,9 @@ ENGINE: Mapping[str, Method] = {
     "abort": lambda engine, args, note: engine.abort(args[0]),
     "score": lambda engine, args, note: engine.score(
         args[0], temperature=args[1], policy=args[2], **({"masks": args[3]} if len(args) > 3 else {})
+    ),
+    "score_top": lambda engine, args, note: engine.score_top(
+        args[0], top_k=args[1], temperature=args[2], policy=args[3]
     ),
     "begin_update": lambda engine, args, note: engine.begin_update(args[0]),
     "apply": lambda engine, args, note: engine.apply(args[0]),
@@ -50,9 +53,12 @@ PROCESS: Mapping[str, Method] = {
 
 REFERENCE: Mapping[str, Method] = {name: ENGINE[name] for name in ("score", "status")}
 
+TEACHER: Mapping[str, Method] = {name: ENGINE[name] for name in ("score", "score_top", "apply", "status")}
+
 METHODS: Mapping[str, Mapping[str, Method]] = {
     "engine": ENGINE,
     "reference": REFERENCE,
+    "teacher": TEACHER,
     "trainer": TRAINER,
     "scorer": SCORER,
     "process": PROCESS,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from headrace import build
 from headrace.config import EngineSettings, Settings
 from headrace.engines.make import usual_sizes
 from headrace.errors import ConfigError
-from headrace.memory.architecture import Architecture
+from headrace.memory.architecture import Architecture, examine
 from headrace.memory.engine import EnginePlan, engine_bytes
 from headrace.memory.trainer import TrainerPlan, trainer_bytes
 from headrace.memory.uses import Purpose, Use, total
+from headrace.model_paths import found_model
+from headrace.models.loading import load_config
 
 CONTEXT_BYTES = 600_000_000
 """An allowance for what CUDA and its libraries take for each process on a GPU besides tensors."""
@@ -100,10 +103,10 @@ def plan_memory(settings: Settings, model: Architecture, *, kind: str, device_by
     process = CONTEXT_BYTES if on_gpu else PROCESS_BYTES
     engine = engine_bytes(model, _engine_plan(settings, settings.engine, kind), device_bytes=device_bytes)
     engines = {f"engine-{i}": engine for i in range(settings.engine.count)}
-    if settings.algo.reference == "engine":
-        scoring = _engine_plan(settings, build.reference_settings(settings, model.context_tokens), kind)
+    for name, scores in _scoring(settings, model, dtype).items():
+        scoring = _engine_plan(settings, build.reference_settings(settings, scores.context_tokens), kind)
         scoring = replace(scoring, scored_tokens=scoring.prefill_tokens)
-        engines["reference"] = engine_bytes(model, scoring, device_bytes=device_bytes)
+        engines[name] = engine_bytes(scores, scoring, device_bytes=device_bytes)
     uses = [
         Use(name, first, purpose, num_bytes)
         for name, taken in engines.items()
@@ -143,6 +146,19 @@ def plan_memory(settings: Settings, model: Architecture, *, kind: str, device_by
         num_layers=model.num_layers,
         on_gpu=on_gpu,
     )
+
+
+def _scoring(settings: Settings, model: Architecture, dtype: torch.dtype) -> dict[str, Architecture]:
+    """The models of engines that only score, by process."""
+    models = {"reference": model} if settings.algo.reference == "engine" else {}
+    for name, path in settings.distill.teachers.items():
+        models[f"teacher-{name}"] = _examined(str(found_model(path, f"distill.teachers.{name}")), dtype)
+    return models | ({"teacher-snapshot": model} if settings.distill.snapshot_lag else {})
+
+
+@cache
+def _examined(directory: str, dtype: torch.dtype) -> Architecture:
+    return examine(load_config(directory), dtype)
 
 
 def longest_sequence(settings: Settings, model: Architecture, *, kind: str, device_bytes: int) -> int:
@@ -194,12 +210,14 @@ def _engine_plan(settings: Settings, engine: EngineSettings, kind: str) -> Engin
 def _published(
     settings: Settings, model: Architecture, kind: str, name: str, place: str, dtype: torch.dtype
 ) -> list[Use]:
-    """The version that engines read from, and what the next difference is taken against."""
+    """The version that engines read from, those a teacher has yet to take, and what the next difference is taken
+    against."""
     route = build.route(settings, kind)
     published: Purpose = "published weights"
     size = (model.num_adapter_weights or model.num_weights) * dtype.itemsize
     where = HOST if route.transport == "shared_memory" else place
-    uses = [] if route.transport == "files" else [Use(name, where, published, size)]
+    kept = size * (1 + settings.distill.snapshot_lag)
+    uses = [] if route.transport == "files" else [Use(name, where, published, kept)]
     return [*uses, Use(name, place, published, size)] if route.bundle == "delta" else uses
 
 

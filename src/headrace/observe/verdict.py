@@ -75,7 +75,7 @@ def hidden_share(seconds: Mapping[str, float]) -> float:
     return seconds.get(HIDDEN_SCORING, 0.0) / spent if spent > 0 else 1.0
 
 
-_ON_DEVICES = ("engine", "reference", "trainer")
+_ON_DEVICES = ("engine", "reference", "teacher", "trainer")
 
 
 def kind(role: str) -> str:

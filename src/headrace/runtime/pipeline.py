@@ -46,6 +46,7 @@ from headrace.runtime.scoring_stage import ScoringStage
 from headrace.runtime.slots import Slots
 from headrace.runtime.state import RunState
 from headrace.runtime.supervisor import Supervisor
+from headrace.runtime.teachers import Teachers
 from headrace.runtime.weight_sync import WeightSync
 from headrace.types import DropReason, RoleStatus, StepResult, WeightManifest
 
@@ -64,14 +65,15 @@ class Pipeline:
         run_dir: Path,
         sink: Sink,
         reference: Engine | None = None,
+        teachers: Teachers | None = None,
         sources: Sequence[ScoreSource] = (),
         process: StepScorer | None = None,
         own_status: Callable[[], RoleStatus] | None = None,
     ) -> None:
         """``reference``: an engine with the starting weights, which computes their log-probabilities (None: the
-        trainer does, where it needs them). ``sources`` score attempts beside ``scorer``. ``process``
-        judges their steps, as the plan says (None: nobody does). ``own_status`` tells where the controller's own time
-        went; None: it is not metered."""
+        trainer does, where it needs them). ``teachers``: who is imitated (None: nobody). ``sources`` score attempts
+        beside these and ``scorer``. ``process`` judges their steps, as the plan says (None: nobody does).
+        ``own_status`` tells where the controller's own time went; None: it is not metered."""
         self._plan = plan
         self._supervisor = Supervisor()
         self._cluster = cluster
@@ -95,9 +97,10 @@ class Pipeline:
         self._buffer = RolloutBuffer(plan, self._unfinished)
         meter = ScoringMeter(asyncio.get_running_loop().time)
         steps = self._process_rewards(process, meter)
+        asked: list[ScoreSource] = [] if teachers is None else [teachers]
         outcome = OutcomeSource(scorer, concurrency=plan.capacity)
         self._scoring = ScoringStage(
-            [outcome, *self._references(reference), *sources, *([] if steps is None else [steps])],
+            [outcome, *self._references(reference), *asked, *sources, *([] if steps is None else [steps])],
             meter=meter,
             record=self._record,
             warn=lambda text: sink.emit("warning", {"text": text}),
@@ -113,12 +116,16 @@ class Pipeline:
             on_dropped=self._dropped,
             on_fatal=self._supervisor.fail,
         )
+        self._teachers = teachers
+        only_scoring = (() if reference is None else (reference,)) + (
+            () if teachers is None else teachers.engines
+        )
         self._report = Reporter(
             self.state,
             cluster,
             sink,
             own_status,
-            reference=reference,
+            only_scoring=only_scoring,
             scoring=self._scoring.status,
             process=process,
         )
@@ -262,7 +269,9 @@ class Pipeline:
         self._slots.release(group.group for group in groups)
         if result is not None:
             await self._report.step(result, summary or {})
-        await self._sync.retire(manifest.version)
+        unneeded = [manifest.version] if self._teachers is None else await self._teachers.landed(manifest)
+        for version in unneeded:
+            await self._sync.retire(version)
 
     async def _save(self) -> None:
         self._sink.emit("phase", {"text": f"saving the checkpoint of step {self.state.step}"})

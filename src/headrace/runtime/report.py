@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,19 +24,19 @@ class Reporter:
         sink: Sink,
         own_status: Callable[[], RoleStatus] | None,
         *,
-        reference: Engine | None = None,
+        only_scoring: Sequence[Engine] = (),
         scoring: Callable[[], RoleStatus] | None = None,
         process: StepScorer | None = None,
     ) -> None:
-        """``scoring`` tells where the scoring stage's time went; None: nobody asks. ``process`` may hang or die without
-        ending the run: what it said last stands."""
+        """``only_scoring``: engines beside those of the cluster. ``scoring`` tells where the scoring stage's time went;
+        None: nobody asks. ``process`` may hang or die without ending the run: what it said last stands."""
         self._state = state
         self._cluster = cluster
         self._sink = sink
         self._process = process
         self._process_said: list[RoleStatus] = []
         self._own = [status for status in (scoring, own_status) if status is not None]
-        self._engines = (*cluster.engines, reference) if reference is not None else tuple(cluster.engines)
+        self._engines = (*cluster.engines, *only_scoring)
         self._clock = asyncio.get_running_loop().time
         self._since = self._clock()
         self._trained_tokens = 0

@@ -27,10 +27,21 @@ import numpy as np
 from headrace.data import completions
 from headrace.errors import InvariantError
 from headrace.runtime.ledger import AttemptLedger
-from headrace.types import Completion, Episode, EpisodeGroup, ScoreColumn, Task, Trajectory, Turn
+from headrace.types import (
+    Completion,
+    Episode,
+    EpisodeGroup,
+    ScoreColumn,
+    Task,
+    TeacherScores,
+    Trajectory,
+    Turn,
+)
 
 REFERENCE = "reference"
 """The source whose log-probabilities become those of the reference policy."""
+TEACHER = "teacher"
+"""The source that is imitated."""
 
 
 @dataclass(slots=True)
@@ -182,6 +193,7 @@ def _scored(state: RunState, r: dict[str, Any]) -> None:
         _with_rewards(live.episodes[attempt], live.rewards(attempt)) for attempt in range(live.num_attempts)
     )
     references = live.columns.pop(REFERENCE, None)
+    taught = live.columns.pop(TEACHER, None)
     columns = [of_source[a] for _, of_source in sorted(live.columns.items()) for a in sorted(of_source)]
     live.scored = EpisodeGroup(
         group=live.group,
@@ -189,6 +201,7 @@ def _scored(state: RunState, r: dict[str, Any]) -> None:
         episodes=episodes,
         returns=tuple(r["returns"]),
         ref_logprobs=None if references is None else _of_samples(references),
+        teacher=None if taught is None else _taught(taught),
         # Rewards are with the episodes.
         scores=tuple([c for c in columns if c.step_ends is not None or c.logprobs is not None]),
     )
@@ -197,6 +210,12 @@ def _scored(state: RunState, r: dict[str, Any]) -> None:
         state.missing_scores[name] = state.missing_scores.get(name, 0) + 1
     # The scored group holds the episodes; keeping them twice would double the checkpoint.
     live.turns, live.episodes, live.columns = {}, {}, {}
+
+
+def _taught(columns: dict[int, ScoreColumn]) -> tuple[TeacherScores, ...] | None:
+    """As ``_of_samples``; None: the task has no teacher."""
+    said = [columns[attempt].teacher for attempt in sorted(columns)]
+    return None if None in said else tuple([scores for of_attempt in said for scores in of_attempt or ()])
 
 
 def _of_samples(columns: dict[int, ScoreColumn]) -> tuple[np.ndarray, ...]:

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.models.tensors import named_tensors, to_blobs
+from headrace.trainers.head_at_ids import logprobs_at
 from headrace.trainers.logprobs import RowTensors, TokenValues, decoder_output, head_values
 from headrace.trainers.ranks import ALONE
 from headrace.types import TensorBlob
@@ -65,6 +66,9 @@ class MasterWeights:
 
     def values(self, row: RowTensors) -> TokenValues:
         return head_values(self.policy, row, head_master=self.head_master)
+
+    def logprobs_at(self, row: RowTensors, ids_NA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return logprobs_at(self.policy, row, ids_NA, head_master=self.head_master)
 
     def hidden(self, row: RowTensors) -> torch.Tensor:
         return decoder_output(self.policy, row)

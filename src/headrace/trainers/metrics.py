@@ -48,9 +48,10 @@ def step_metrics(
     tokens_NC = ranks.join(_joined(columns, columns=6 + len(causes)))
     outcomes = [record.outcome for record in records]
     names = objective.component_names
-    loss, balance, *values = ranks.totals(
+    loss, balance, divergence, *values = ranks.totals(
         float(sum(outcome.loss.detach().double() for outcome in outcomes)),
         float(sum(outcome.balance for outcome in outcomes if outcome.balance is not None)),
+        float(sum(outcome.distillation for outcome in outcomes if outcome.distillation is not None)),
         *(float(sum(o.values[name].double() for o in outcomes if name in o.values)) for name in names),
     )
     spans_S = ranks.join(_joined([_version_spans(record.inputs) for record in records]))
@@ -64,6 +65,8 @@ def step_metrics(
         **{name: value for name, value in zip(names, values, strict=True) if name != "policy"},
         # Where it is computed it is never 0: even use is 1.
         **({"expert_imbalance": balance} if balance else {}),
+        # A student that is its teacher to the last bit has none to tell.
+        **({"teacher_divergence": divergence} if divergence else {}),
         "entropy": _mean(entropy_N),
         "clip_fraction_low": _mean(low_N),
         "clip_fraction_high": _mean(high_N),

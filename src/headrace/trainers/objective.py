@@ -101,6 +101,8 @@ class RowOutcome:
     """bool [N] by cause (``clip``, a correction's name): this left the token no policy gradient."""
     balance: torch.Tensor | None = None
     """The part of ``loss`` due to unevenly used experts, before its coefficient; None: it has none."""
+    distillation: torch.Tensor | None = None
+    """The row's share of the divergence from its teachers; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,20 @@ from headrace.trainers.ranks import ALONE, Ranks
 from headrace.types import NO_KV, Sample, TrainBatch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherInputs:
+    """What a teacher said of a row's loss tokens."""
+
+    logprobs_N: torch.Tensor
+    top_ids_NK: torch.Tensor | None
+    """int64; None: its likeliest tokens are not known."""
+    top_logprobs_NK: torch.Tensor | None
+    weights_N: torch.Tensor
+    """float32, each token's share in the step's distillation; 0 where there is no teacher."""
+    mean_gap: float
+    """Mean of log mu - log teacher over the whole step."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainRow:
     """A packed row on the device."""
@@ -33,6 +47,8 @@ class TrainRow:
     inputs: LossInputs
     sequence_share: float
     """What each of the row's sequences counts in a mean over those of the step."""
+    teacher: TeacherInputs | None = None
+    """None: none of the row's samples has a teacher."""
 
     @property
     def is_filler(self) -> bool:
@@ -58,9 +74,11 @@ def train_rows(
     device: torch.device,
     ranks: Ranks = ALONE,
     parts: Sequence[Part] = (),
+    with_teachers: bool = False,
 ) -> list[TrainRow]:
     """Rows of at most ``row_tokens`` tokens; one without loss tokens is left out. Each of ``parts``, the loss's
-    further components, has a normaliser over the tokens it covers."""
+    further components, has a normaliser over the tokens it covers. Teachers' scores are brought along where they
+    are asked for, their normaliser being that of the samples that have one."""
     packed = pack(samples, row_tokens=row_tokens, share_prefixes=share_prefixes)
     first = sum(ranks.counts(len(samples))[: ranks.rank])
 
@@ -87,6 +105,14 @@ def train_rows(
         for i, row in enumerate(packed)
         if row.loss_mask.any()
     ]  # fmt: skip
+    if with_teachers:
+        counts = np.array(
+            [s.num_loss_tokens if s.teacher is not None else 0 for s in samples], dtype=np.int64
+        )
+        weights = sequence_weights(
+            ranks.join(torch.from_numpy(counts)).numpy(), aggregation=aggregation, max_tokens=max_tokens
+        )[first : first + len(samples)]
+        rows = _with_teachers(rows, packed, samples, weights * (counts > 0), ranks)
     num_fillers = int(ranks.largest(len(rows))[0]) - len(rows)
     nothing = {part.name: _NO_WEIGHTS for part in parts}
     filler = _device_row(*_EMPTY, parts=nothing, version=version, device=device)
@@ -160,3 +186,50 @@ def _device_row(
         part_weights_N={name: put(part) for name, part in parts.items()},
     )
     return TrainRow(tensors, inputs, sequence_share)
+
+
+def _with_teachers(
+    rows: Sequence[TrainRow],
+    packed: Sequence[PackedRow],
+    samples: Sequence[Sample],
+    weights: np.ndarray,
+    ranks: Ranks,
+) -> list[TrainRow]:
+    """``weights`` are those of each sample's tokens in the step's distillation; 0 without a teacher."""
+    mean_gap = _mean_gap(samples, weights, ranks)
+    sources = [row for row in packed if row.loss_mask.any()]
+    return [
+        replace(row, teacher=_teacher_inputs(source, weights[source.sample_index], mean_gap, row))
+        for row, source in zip(rows, sources, strict=True)
+    ]
+
+
+def _mean_gap(samples: Sequence[Sample], weights: np.ndarray, ranks: Ranks) -> float:
+    """Mean of log mu - log teacher over the loss tokens of all ranks that have a teacher, by their weights."""
+    gap, weight = 0.0, 0.0
+    for sample, its in zip(samples, weights.tolist(), strict=True):
+        if sample.teacher is not None:
+            mask = sample.loss_mask
+            gap += its * float((sample.behavior_logprobs[mask] - sample.teacher.logprobs[mask]).sum())
+            weight += its * int(mask.sum())
+    gap, weight = ranks.totals(gap, weight)
+    return gap / weight if weight else 0.0
+
+
+def _teacher_inputs(
+    source: PackedRow, weights: np.ndarray, mean_gap: float, row: TrainRow
+) -> TeacherInputs | None:
+    mask, scores, device = source.loss_mask, source.teacher, row.tensors.token_ids_T.device
+    if scores is None:
+        return None
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return TeacherInputs(
+        logprobs_N=put(scores.logprobs[mask]),
+        top_ids_NK=None if scores.top_ids is None else put(scores.top_ids[mask].astype(np.int64)),
+        top_logprobs_NK=None if scores.top_logprobs is None else put(scores.top_logprobs[mask]),
+        weights_N=put(weights[source.sequence[mask]].astype(np.float32)),
+        mean_gap=mean_gap,
+    )

@@ -27,6 +27,7 @@ from headrace.errors import InvariantError
 from headrace.models.tensors import named_tensors, to_blob
 from headrace.trainers.blocks import decoder_layers
 from headrace.trainers.expert_parallel import divide_experts
+from headrace.trainers.head_at_ids import logprobs_at
 from headrace.trainers.logprobs import RowTensors, TokenValues, decoder_output, head_values
 from headrace.trainers.ranks import Ranks, Rows
 from headrace.types import TensorBlob
@@ -84,6 +85,9 @@ class ShardedWeights:
 
     def values(self, row: RowTensors) -> TokenValues:
         return self._forward(row)
+
+    def logprobs_at(self, row: RowTensors, ids_NA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._forward(row, ids_NA=ids_NA)
 
     def hidden(self, row: RowTensors) -> torch.Tensor:
         return self._forward(row, with_head=False)
@@ -195,7 +199,9 @@ class _Forward(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, row: RowTensors, with_head: bool = True) -> Any:
+    def forward(self, row: RowTensors, with_head: bool = True, ids_NA: torch.Tensor | None = None) -> Any:
+        if ids_NA is not None:
+            return logprobs_at(self.model, row, ids_NA)
         if with_head:
             return head_values(self.model, row)
         # Not a view: FSDP hangs its hooks on what is returned.

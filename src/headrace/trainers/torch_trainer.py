@@ -18,41 +18,38 @@ waiting-for-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from headrace.algos.aggregation import Aggregation, check_aggregation
-from headrace.algos.kl import KLName
 from headrace.algos.parameters import of_owner
 from headrace.data import masks
 from headrace.data.dealing import minibatches
 from headrace.data.routing import RouterShape
-from headrace.errors import ConfigError, InvariantError, TrainingError
-from headrace.models.lora import LoraSpec
+from headrace.errors import InvariantError, TrainingError
 from headrace.protocols import WeightSender
 from headrace.timekeeping import TimeLedger
 from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.balance import ExpertBalance
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
+from headrace.trainers.distilling import row_logprobs
 from headrace.trainers.guard import Guard, Verdict
 from headrace.trainers.metrics import RowRecord, behavior_metrics, starts, step_metrics
-from headrace.trainers.objective import Objective, Part, RowOutcome
-from headrace.trainers.optim import Schedule, build_adamw, check_schedule, rate_factor, set_learning_rate
-from headrace.trainers.placement import Offload, place_weights
+from headrace.trainers.objective import RowOutcome
+from headrace.trainers.optim import build_adamw, rate_factor, set_learning_rate
+from headrace.trainers.options import TrainOptions
+from headrace.trainers.placement import place_weights
 from headrace.trainers.ranks import ALONE, Ranks
-from headrace.trainers.routes import RouteTally, RoutingName, check_sample_routes, route_replay
+from headrace.trainers.routes import RouteTally, check_sample_routes, route_replay
 from headrace.trainers.rows import TrainRow, train_rows, with_cutoff, without_truncated
 from headrace.types import BundleKind, StepResult, TrainBatch, WeightManifest
 
-ComputeDtype = Literal["fp32", "bf16"]
 _NOTHING = "no loss tokens"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -67,81 +64,37 @@ class TorchTrainer:
         sender: WeightSender | None,
         ledger: TimeLedger,
         ranks: Ranks = ALONE,
-        expert_ranks: int = 1,
-        offload: Offload = "none",
         tokenizer_dir: Path | None = None,
-        loss: str = "ppo",
-        aggregation: Aggregation = "token-mean",
-        max_tokens: int | None = None,
-        clip_low: float | None = None,
-        clip_high: float | None = None,
-        corrections: Sequence[str] = (),
-        options: Mapping[str, Any] = MappingProxyType({}),
-        guard: str = "warn",
-        parts: Sequence[Part] = (),
-        kl: KLName = "none",
-        kl_coef: float = 0.0,
-        keep_reference: bool = True,
-        balance_coef: float = 0.0,
-        routing: RoutingName = "keep",
-        learning_rate: float = 1e-6,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        grad_clip: float | None = 1.0,
-        warmup_steps: int = 0,
-        schedule: Schedule = "constant",
-        total_steps: int | None = None,
-        row_tokens: int = 16384,
-        minibatches: int = 1,
-        on_nonfinite: Literal["stop", "skip"] = "stop",
-        compute_dtype: ComputeDtype = "fp32",
-        share_prefixes: bool | None = None,
-        eager: bool = False,
-        lora: LoraSpec | None = None,
+        **chosen: Any,
     ) -> None:
         """``model`` is taken over: it is moved to float32 and to packed attention. Of several ``ranks`` the
-        first has the model's weights and the ``sender``, on the others ``model`` is hollow; groups of
-        ``expert_ranks`` divide a mixture's experts. ``offload`` keeps the optimizer's moments in host memory, for
-        a process that trains alone, or all float32 weights and optimizer state, for ranks with a process group.
-        ``compute_dtype`` is what the model is computed and published in. ``options`` are parameters of the loss, its
-        ``corrections`` and the ``guard`` by qualified name (``catalog.PARAMETERS``), ``parts`` further components of
-        the loss. ``keep_reference`` False: the reference of a KL term is not kept here, samples bring its
-        log-probabilities. ``routing`` ``keep`` routes tokens as the engine recorded it, ``live`` only compares.
-        ``max_tokens`` is the constant of aggregation ``seq-mean-token-sum-norm``; ``grad_clip`` None clips nothing. ``share_prefixes`` computes a prompt once for all attempts at it (None: on a GPU);
-        ``eager`` compiles nothing, for debugging. ``lora``: train this adapter and leave the model's own weights
-        alone."""
-        self.objective = Objective(
-            loss=loss, corrections=corrections, clip_low=clip_low, clip_high=clip_high, options=options,
-            guard=guard, kl=kl, kl_coef=kl_coef, parts=parts,
-        )  # fmt: skip
-        self._guard = Guard(guard, **of_owner(self.objective.composition.values, "guard"))
-        check_aggregation(aggregation, max_tokens=max_tokens)
-        check_schedule(schedule, warmup_steps=warmup_steps, total_steps=total_steps)
-        _check_numbers(minibatches, row_tokens, learning_rate, grad_clip)
-        self._aggregation, self._max_tokens = aggregation, max_tokens
-        self._learning_rate, self._warmup_steps = learning_rate, warmup_steps
-        self._schedule, self._total_steps = schedule, total_steps
-        self._keep_reference = keep_reference
-        self._grad_clip, self._row_tokens, self._minibatches = grad_clip, row_tokens, minibatches
-        self._on_nonfinite = on_nonfinite
+        first has the model's weights and the ``sender``, on the others ``model`` is hollow. ``chosen`` are
+        ``TrainOptions`` by name."""
+        self._options = options = TrainOptions(**chosen)
+        self.objective = options.objective()
+        self._guard = Guard(options.guard, **of_owner(self.objective.composition.values, "guard"))
         self._sender, self.ledger, self._tokenizer_dir = sender, ledger, tokenizer_dir
-        dtype = _DTYPES[compute_dtype]
-        with_reference = self.objective.needs_reference and keep_reference
         self._weights, self._reference = place_weights(
-            model, dtype, lora, with_reference, ranks=ranks, expert_ranks=expert_ranks, offload=offload
+            model,
+            _DTYPES[options.compute_dtype],
+            options.lora,
+            self.objective.needs_reference and options.keep_reference,
+            ranks=ranks,
+            expert_ranks=options.expert_ranks,
+            offload=options.offload,
         )
         self.model, self.policy = self._weights.model, self._weights.policy
         self._ranks, self._device = ranks, self._weights.device
-        self._replay = route_replay(self.policy, routing, self._device)
-        self._balance, self._balance_coef = ExpertBalance(self.policy) if balance_coef else None, balance_coef
+        self._replay = route_replay(self.policy, options.routing, self._device)
+        self._balance = ExpertBalance(self.policy) if options.balance_coef else None
         on_gpu = self._device.type == "cuda"
-        self._share_prefixes = on_gpu if share_prefixes is None else share_prefixes
-        self.blocks = self._build_blocks(compiled=on_gpu and not eager and expert_ranks == 1)
+        self._share_prefixes = on_gpu if options.share_prefixes is None else options.share_prefixes
+        self.blocks = self._build_blocks(compiled=on_gpu and not options.eager and options.expert_ranks == 1)
         self.optimizer = build_adamw(
             self.model,
-            learning_rate=learning_rate,
-            betas=betas,
-            weight_decay=weight_decay,
+            learning_rate=options.learning_rate,
+            betas=options.betas,
+            weight_decay=options.weight_decay,
             host_moments=self._weights.host_moments,
         )
         self.version, self.num_steps, self.num_tokens = 0, 0, 0
@@ -168,7 +121,7 @@ class TorchTrainer:
 
     def step(self, batch: TrainBatch) -> StepResult:
         """Train on ``batch``; on a loss or gradient that is not finite, raise TrainingError or skip."""
-        return self.step_parts(minibatches(batch, self._minibatches))
+        return self.step_parts(minibatches(batch, self._options.minibatches))
 
     def step_parts(self, parts: Sequence[TrainBatch]) -> StepResult:
         """One step over minibatches that were dealt out; of each, this rank has its share. All ranks return
@@ -180,8 +133,12 @@ class TorchTrainer:
                 part, version=self.version, num_steps=self.num_steps, vocab_size=vocab_size, routers=shape
             )
         step = parts[0].step
-        rate = self._learning_rate * rate_factor(
-            step, schedule=self._schedule, warmup_steps=self._warmup_steps, total_steps=self._total_steps
+        options = self._options
+        rate = options.learning_rate * rate_factor(
+            step,
+            schedule=options.schedule,
+            warmup_steps=options.warmup_steps,
+            total_steps=options.total_steps,
         )
         self._tally = None if self._replay is None else RouteTally(self._replay)
         verdict = Verdict()
@@ -202,7 +159,7 @@ class TorchTrainer:
                     set_learning_rate(self.optimizer, rate * verdict.rate_factor)
                 norm, reason = self._update(recorded)
                 norms.append(norm)
-                if reason is not None and self._on_nonfinite == "stop" and reason != _NOTHING:
+                if reason is not None and self._options.on_nonfinite == "stop" and reason != _NOTHING:
                     raise TrainingError(
                         f"step {step}: {name}{reason}; lower trainer.learning_rate, "
                         "or set trainer.on_nonfinite to skip"
@@ -305,24 +262,27 @@ class TorchTrainer:
 
     def prepare(self, batch: TrainBatch) -> list[list[TrainRow]]:
         """The rows of each minibatch, with prox and reference log-probabilities where the loss needs them."""
-        return self._prepare(minibatches(batch, self._minibatches))
+        return self._prepare(minibatches(batch, self._options.minibatches))
 
     def _prepare(self, parts: Sequence[TrainBatch]) -> list[list[TrainRow]]:
         rows_of_parts = [
             train_rows(
                 part.samples,
                 version=part.version,
-                aggregation=self._aggregation,
-                max_tokens=self._max_tokens,
-                row_tokens=self._row_tokens,
+                aggregation=self._options.aggregation,
+                max_tokens=self._options.max_tokens,
+                row_tokens=self._options.row_tokens,
                 share_prefixes=self._share_prefixes,
                 device=self._device,
                 ranks=self._ranks,
                 parts=self.objective.parts,
+                with_teachers=self._options.distillation is not None,
             )
             for part in parts
         ]
-        if self.objective.needs_reference and not self._keep_reference:
+        if self._options.distillation is not None:
+            self._options.distillation.check(parts)
+        if self.objective.needs_reference and not self._options.keep_reference:
             _check_references(parts)
         elif self.objective.needs_reference:
             with self._weights.off() if isinstance(self._weights, AdapterWeights) else nullcontext():
@@ -376,8 +336,10 @@ class TorchTrainer:
         for index, row in enumerate(rows):
             self._weights.begin_row(is_last=index == len(rows) - 1)
             with self._balance or nullcontext():
-                values = self._weights.values(row.tensors)
-            outcome = self._with_balance(self.objective(values.logprobs_N, row.inputs), row)
+                policy = row_logprobs(self._weights, row)
+            outcome = self._with_balance(self.objective(policy.sampled_N, row.inputs), row)
+            if self._options.distillation is not None:
+                outcome = self._options.distillation.added_to(outcome, policy, row)
             outcome.loss.backward()
             if row.is_filler:
                 continue
@@ -388,9 +350,9 @@ class TorchTrainer:
                 RowRecord(
                     inputs=row.inputs,
                     outcome=outcome,
-                    policy_logprobs_N=values.logprobs_N.detach(),
-                    entropy_N=values.entropy_N,
-                    kept_mass_N=values.kept_mass_N,
+                    policy_logprobs_N=policy.sampled_N.detach(),
+                    entropy_N=policy.entropy_N,
+                    kept_mass_N=policy.kept_mass_N,
                     before_update=before_update,
                 )
             )
@@ -401,7 +363,7 @@ class TorchTrainer:
             return outcome
         imbalance = self._balance.loss(row.tensors.sequence_T, row.tensors.num_sequences) * row.sequence_share
         return replace(
-            outcome, loss=outcome.loss + self._balance_coef * imbalance, balance=imbalance.detach()
+            outcome, loss=outcome.loss + self._options.balance_coef * imbalance, balance=imbalance.detach()
         )
 
     def _update(self, records: Sequence[RowRecord]) -> tuple[float, str | None]:
@@ -412,7 +374,8 @@ class TorchTrainer:
         with self.ledger.activity("optimizer"):
             if not num_rows:
                 return 0.0, _NOTHING
-            norm = self._weights.clip_gradients(math.inf if self._grad_clip is None else self._grad_clip)
+            limit = self._options.grad_clip
+            norm = self._weights.clip_gradients(math.inf if limit is None else limit)
             reason = None
             if not math.isfinite(loss):
                 reason = f"the loss is not finite ({loss})"
@@ -425,14 +388,6 @@ class TorchTrainer:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             return norm, reason
-
-
-def _check_numbers(minibatches: int, row_tokens: int, learning_rate: float, grad_clip: float | None) -> None:
-    if minibatches < 1 or row_tokens < 1 or learning_rate < 0 or (grad_clip is not None and grad_clip <= 0):
-        raise ConfigError(
-            "minibatches and row_tokens must be at least 1, learning_rate at least 0, grad_clip None or "
-            f"above 0, not {minibatches}, {row_tokens}, {learning_rate} and {grad_clip}"
-        )
 
 
 def _check_references(parts: Sequence[TrainBatch]) -> None:

@@ -147,6 +147,16 @@ def test_a_reference_of_its_own_is_one_more_process():
     )
 
 
+def test_teachers_are_processes_and_a_snapshot_keeps_bundles(tmp_path):
+    make_tiny_model(tmp_path, vocab_size=64)
+    plan = gpu_plan(distill__teachers={"tiny": str(tmp_path)}, distill__snapshot_lag=3)
+    assert plan.processes == ["engine-0", "teacher-tiny", "teacher-snapshot", "trainer"]
+    weights = 2 * published("qwen2-1.5b").num_weights
+    assert bytes_for(plan, "weights, computed with", "teacher-snapshot") == weights
+    assert 0 < bytes_for(plan, "weights, computed with", "teacher-tiny") < 0.01 * weights
+    assert bytes_for(plan, "published weights", "trainer") == (1 + 3) * weights
+
+
 @pytest.mark.parametrize(
     ("family", "targets"),
     [("llama", ("all-linear",)), ("qwen2", ("q_proj", "down_proj")), ("qwen3_moe", ("q_proj", "experts"))],

@@ -100,6 +100,8 @@ def make_pipeline(
     reference: Any = None,
     sources: Sequence[Any] = (),
     process: Any = None,
+    teachers: Any = None,
+    tasks: Any = None,
 ) -> Pipeline:
     """Call inside a running loop."""
     return Pipeline(
@@ -110,10 +112,11 @@ def make_pipeline(
         ),
         environment=environment or OneTurn(),
         scorer=scorer or ParityScorer(),
-        tasks=CountingTasks(),
+        tasks=tasks or CountingTasks(),
         run_dir=run_dir,
         sink=sink or MemorySink(),
         reference=reference,
         sources=sources,
         process=process,
+        teachers=teachers,
     )

@@ -178,7 +178,7 @@ def test_a_further_part_has_a_denominator_of_its_own(
     squares = []
     for rows in trainer.prepare(batch):
         for row in rows:
-            logprobs_N, _ = trainer._weights.logprobs(row.tensors)
+            logprobs_N = trainer._weights.values(row.tensors).logprobs_N
             covered_N = row.inputs.part_weights_N["half"] > 0
             squares += logprobs_N[covered_N].detach().square().tolist()
     covered = sum(int((s.loss_mask & (np.arange(s.num_tokens) < 6)).sum()) for s in batch.samples)

@@ -1,0 +1,189 @@
+"""Models that the policy is pulled towards: engines of their own, asked once for each group.
+
+In: the finished episodes of a group. Out: what the task's teacher thinks of every token its samples will have, at the
+temperatures they were sampled with. Which teacher that is, the task's column ``teacher`` says: a name, absent for the
+first one, ``none`` for a task that is not imitated. A teacher is asked beside generation and training, one group at a
+time, so the engines that sample are never waited for.
+
+One teacher may be the policy itself some versions back (``snapshots``); its weights change between two groups, and
+every answer carries the version it was computed with.
+
+What is wrong with one group (an unknown teacher, a token that the teacher does not have, an answer that is not finite)
+is raised for that group alone; a teacher that does not answer ends the run, since nothing can take its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from headrace.data.samples import sequences
+from headrace.errors import ModelError, RoleError, TaskError
+from headrace.protocols import Engine
+from headrace.runtime.snapshots import DelayedWeights
+from headrace.runtime.state import TEACHER
+from headrace.types import Episode, ScoreColumn, Task, TeacherScores, WeightManifest
+
+COLUMN = "teacher"
+"""Of a task: who is to be imitated."""
+NOBODY = "none"
+
+
+@dataclass(slots=True)
+class Teacher:
+    engine: Engine
+    vocab_size: int | None = None
+    """Tokens it has; None: not known, so nothing is checked."""
+    snapshots: DelayedWeights | None = None
+    """How it follows the policy; None: it never changes."""
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def version(self) -> int:
+        return 0 if self.snapshots is None else self.snapshots.version
+
+
+class Teachers:
+    """A source of the scoring stage, which asks about a group when all its attempts have ended."""
+
+    name = TEACHER
+    required = True
+    per_attempt = False
+    concurrency = 2**31
+    # A question has a deadline of its own, after which the run ends; teachers are asked one group at a time.
+    deadline_s: float | None = None
+
+    def __init__(
+        self,
+        teachers: Mapping[str, Teacher],
+        *,
+        top_k: int,
+        deadline_s: float,
+        vocab_size: int | None = None,
+    ) -> None:
+        """The first is asked about tasks that name none. ``top_k`` 0: only the sampled tokens are scored.
+        ``vocab_size`` is the student's; a teacher's embedding may be padded to more."""
+        self._teachers = dict(teachers)
+        self._top_k = top_k
+        self._deadline_s = deadline_s
+        self._vocab_size = vocab_size
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return tuple(teacher.engine for teacher in self._teachers.values())
+
+    async def scores(self, group: int, episodes: Sequence[Episode]) -> tuple[TeacherScores, ...] | None:
+        """Of each sample, in the order of ``build_samples``; None: nobody is imitated in this task."""
+        name = self._name_for(episodes[0])
+        if name is None:
+            return None
+        teacher, asked = self._teachers[name], sequences(episodes)
+        self._check_tokens(name, [ids for ids, _ in asked])
+        answers: dict[int, TeacherScores] = {}
+        async with teacher.asking:
+            for temperature in sorted({temperature for _, temperature in asked}):
+                places = [i for i, (_, its) in enumerate(asked) if its == temperature]
+                scored = await self._ask(name, [asked[i][0] for i in places], temperature, group)
+                answers.update(zip(places, scored, strict=True))
+            version = teacher.version
+        return tuple(replace(answers[i], teacher=name, version=version) for i in range(len(asked)))
+
+    async def score(self, task: Task, episodes: Sequence[Episode]) -> list[ScoreColumn]:
+        scored = await self.scores(episodes[0].group, episodes)
+        columns, first = [], 0
+        for episode in episodes:
+            last = first + len(sequences([episode]))
+            columns.append(
+                ScoreColumn(
+                    source=self.name,
+                    group=episode.group,
+                    attempt=episode.attempt,
+                    teacher=None if scored is None else scored[first:last],
+                )
+            )
+            first = last
+        return columns
+
+    async def landed(self, manifest: WeightManifest) -> list[int]:
+        """The policy's engines have these weights. Returns the versions whose bytes no teacher needs."""
+        followers = [teacher for teacher in self._teachers.values() if teacher.snapshots is not None]
+        if not followers:
+            return [manifest.version]
+        (teacher,) = followers
+        assert teacher.snapshots is not None
+        # An answer under way is computed with one version throughout.
+        async with teacher.asking:
+            return await teacher.snapshots.landed(manifest)
+
+    def _name_for(self, episode: Episode) -> str | None:
+        chosen = episode.task.columns.get(COLUMN, next(iter(self._teachers)))
+        if chosen == NOBODY:
+            return None
+        if chosen not in self._teachers:
+            raise TaskError(
+                f"task {episode.task.id}: its column {COLUMN} names {chosen!r}, but the teachers are "
+                f"{', '.join(self._teachers)}; correct the column, or add the teacher to distill.teachers"
+            )
+        return str(chosen)
+
+    def _check_tokens(self, name: str, token_ids: Sequence[np.ndarray]) -> None:
+        limit = self._teachers[name].vocab_size
+        largest = max((int(ids.max()) for ids in token_ids if len(ids)), default=0)
+        if limit is not None and largest >= limit:
+            raise ModelError(
+                f"teacher {name!r} has {limit} tokens and cannot score token {largest}; give it the policy's tokenizer"
+            )
+
+    async def _ask(
+        self, name: str, token_ids: list[np.ndarray], temperature: float, group: int
+    ) -> list[TeacherScores]:
+        engine = self._teachers[name].engine
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                if self._top_k:
+                    scored = await engine.score_top(token_ids, top_k=self._top_k, temperature=temperature)
+                else:
+                    logprobs = await engine.score(token_ids, temperature=temperature)
+                    scored = [TeacherScores(logprobs=values) for values in logprobs]
+        except TimeoutError:
+            raise RoleError(
+                f"waited {self._deadline_s:g} s for {engine.name} to score group {group}; look at its log, or raise "
+                "run.stall_s"
+            ) from None
+        if len(scored) != len(token_ids):
+            raise ModelError(
+                f"teacher {name!r} scored {len(scored)} of {len(token_ids)} sequences of group {group}; restart it"
+            )
+        for ids, scores in zip(token_ids, scored, strict=True):
+            _check_scores(name, group, ids, scores)
+        return [self._within_vocabulary(scores) for scores in scored]
+
+    def _within_vocabulary(self, scores: TeacherScores) -> TeacherScores:
+        """Entries that the student does not have count to the rest."""
+        if self._vocab_size is None or scores.top_ids is None or scores.top_logprobs is None:
+            return scores
+        known = scores.top_ids < self._vocab_size
+        if known.all():
+            return scores
+        return replace(
+            scores,
+            top_ids=np.where(known, scores.top_ids, 0).astype(np.int32),
+            top_logprobs=np.where(known, scores.top_logprobs, -np.inf).astype(np.float32),
+        )
+
+
+def _check_scores(name: str, group: int, token_ids: np.ndarray, scores: TeacherScores) -> None:
+    if len(scores.logprobs) != len(token_ids):
+        raise ModelError(
+            f"teacher {name!r} answered {len(scores.logprobs)} scores for {len(token_ids)} tokens of group {group}; "
+            "restart it"
+        )
+    if not np.isfinite(scores.logprobs).all() or (
+        scores.top_logprobs is not None and not (scores.top_logprobs <= 1e-3).all()
+    ):
+        raise ModelError(
+            f"teacher {name!r} answered scores of group {group} that are no log-probabilities; check its weights"
+        )

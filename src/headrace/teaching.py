@@ -1,0 +1,122 @@
+"""From the ``distill`` settings to teachers: what their engines are told, who asks them, what the trainer makes of it.
+
+A teacher must have the policy's tokenizer. Where the files of both can be compared they are, before anything starts;
+what shows only in a group's tokens is found there (``runtime.teachers``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Settings
+from headrace.errors import ModelError
+from headrace.model_paths import found_model
+from headrace.protocols import Engine, Sink
+from headrace.runtime.snapshots import DelayedWeights
+from headrace.runtime.teachers import Teacher, Teachers
+
+SNAPSHOT = "snapshot"
+
+
+def names(settings: Settings) -> tuple[str, ...]:
+    """All teachers, the first of which is asked about tasks that name none; empty: nobody is imitated."""
+    return (*settings.distill.teachers, *((SNAPSHOT,) if settings.distill.snapshot_lag else ()))
+
+
+def told_teachers(settings: Settings, told: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By name, what ``roles.engine_role`` is told to build each."""
+    made = {
+        name: {
+            **told,
+            "name": f"teacher-{name}",
+            "model": str(_directory(settings, name)),
+            "version": 0,
+            "scores": True,
+        }
+        for name in settings.distill.teachers
+    }
+    if settings.distill.snapshot_lag:
+        follower = {"name": f"teacher-{SNAPSHOT}", "version": -1, "scores": True, "follows": True}
+        made[SNAPSHOT] = {**told, **follower}
+    return made
+
+
+def teachers(settings: Settings, engines: Mapping[str, Engine], sink: Sink) -> Teachers | None:
+    """Who asks the engines; None: there are none."""
+    if not engines:
+        return None
+    distill = settings.distill
+    made = {
+        name: Teacher(engines[name], vocab_size=_vocab_size(_directory(settings, name)))
+        for name in distill.teachers
+    }
+    if distill.snapshot_lag:
+        follower = DelayedWeights(
+            engines[SNAPSHOT],
+            lag=distill.snapshot_lag,
+            deadline_s=settings.weights.deadline_s,
+            warn=lambda text: sink.emit("warning", {"text": text}),
+        )
+        made[SNAPSHOT] = Teacher(engines[SNAPSHOT], snapshots=follower)
+    assert settings.model.path is not None
+    return Teachers(
+        made,
+        top_k=0 if distill.divergence == "sampled" else distill.top_k,
+        deadline_s=settings.run.stall_s,
+        vocab_size=_vocab_size(found_model(settings.model.path, "model.path")),
+    )
+
+
+def distillation(settings: Settings) -> Any:
+    """What the trainer makes of teachers' scores; None: there are none."""
+    from headrace.trainers.distilling import Distillation
+
+    if not names(settings):
+        return None
+    return Distillation(divergence=settings.distill.divergence, coef=settings.distill.coef)
+
+
+def check_tokenizers(settings: Settings) -> None:
+    """Raise ModelError for a teacher whose tokenizer is known to be another."""
+    if not settings.distill.teachers or settings.model.path is None:
+        return
+    own = _vocabulary(found_model(settings.model.path, "model.path"))
+    for name in settings.distill.teachers:
+        other = _vocabulary(_directory(settings, name))
+        # A teacher may know more tokens; the student then has no use for them.
+        unknown = [] if own is None or other is None else own.items() - other.items()
+        if unknown:
+            token, number = min(unknown, key=lambda pair: pair[1])
+            raise ModelError(
+                f"distill.teachers: {name} has another tokenizer than model.path, whose token {number} ({token!r}) it "
+                "does not have, so its log-probabilities would be of other tokens; choose a teacher of the same family"
+            )
+
+
+def _directory(settings: Settings, name: str) -> Path:
+    return found_model(settings.distill.teachers[name], f"distill.teachers.{name}")
+
+
+def _vocabulary(directory: Path) -> dict[str, int] | None:
+    """Ids by token; None: the files do not say."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text(encoding="utf-8"))
+    listed = content.get("model", {}).get("vocab")
+    pairs = listed if isinstance(listed, dict) else {token: i for i, (token, _) in enumerate(listed or [])}
+    added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    return {**pairs, **added}
+
+
+def _vocab_size(directory: Path) -> int | None:
+    """Rows of the model's embedding; None: its configuration does not say."""
+    file = directory / "config.json"
+    if not file.is_file():
+        return None
+    config = json.loads(file.read_text(encoding="utf-8"))
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return None if size is None else int(size)
