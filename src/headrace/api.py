@@ -26,6 +26,7 @@ from headrace.observe.summary import Summary, summarise
 from headrace.protocols import Sink, TaskSource
 from headrace.run_directory import RunDirectory, latest_checkpoint
 from headrace.runtime.pipeline import Pipeline
+from headrace.runtime.plan import RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ class _Inputs:
     renderer: build.Renderer
     tasks: TaskSource
     rewards: Sequence[build.Reward]
+    plan: RunPlan
 
 
 def train(
@@ -170,7 +172,7 @@ def _inputs(settings: Settings, tasks: Any, reward: Any) -> _Inputs:
     # What the first task cannot do, a missing chat template for instance, most likely none can.
     renderer.prompt_ids(source.task(0))
     rewards = _rewards(reward, settings, needed=not teaching.names(settings))
-    return _Inputs(renderer=renderer, tasks=source, rewards=rewards)
+    return _Inputs(renderer=renderer, tasks=source, rewards=rewards, plan=build.plan(settings, renderer))
 
 
 async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -> RunResult:
@@ -185,7 +187,7 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
         try:
             scorer = build.scorer(settings, inputs.rewards, cluster.scorers)
             pipeline = Pipeline(
-                build.plan(settings, inputs.renderer),
+                inputs.plan,
                 cluster=cluster,
                 environment=build.environment(settings, inputs.renderer),
                 scorer=scorer,
@@ -193,6 +195,7 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
                 run_dir=directory.path,
                 sink=sink,
                 reference=cluster.reference,
+                process=cluster.step_scorer,
                 teachers=teaching.teachers(settings, cluster.teachers, sink),
                 # Inline, the engine and the trainer run on this loop too: its time is theirs.
                 own_status=loop.status if settings.run.launcher == "local" else None,

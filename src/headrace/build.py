@@ -23,6 +23,7 @@ from headrace.config.settings import AlgoSettings
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.data.routing import RouterShape, router_shape
+from headrace.data.steps import parse_rule
 from headrace.envs.single_turn import SingleTurn
 from headrace.errors import ConfigError, ModelError, TaskError
 from headrace.launch.inline import InlineCluster
@@ -30,7 +31,7 @@ from headrace.launch.local import LocalCluster, LocalLauncher, RoleSpec
 from headrace.launch.role_methods import RoleKind
 from headrace.model_paths import found_model
 from headrace.protocols import Scorer, TaskSource
-from headrace.runtime.plan import RunPlan
+from headrace.runtime.plan import ProcessPlan, RunPlan
 from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.merged import MergedScorer
 from headrace.scoring.process import build_scorer
@@ -45,12 +46,14 @@ Reward = str | Callable[..., Any]
 _ROW_TOKENS = {"cpu": 4096, "cuda": 16384}
 _SHARE_ALONE = 0.9
 _SHARE_BESIDE_TRAINER = 0.4
+_JOURNAL_TOKENS = 32
+_STEP_TOKENS = 8
 _SCORED_TOKENS = 1024
 """Tokens a reference scores in one pass, whose logits are held whole."""
 
 
 def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
-    """``renderer`` is needed where ``pivots.options`` names delimiters."""
+    """``renderer`` is the policy's; needed where steps are judged or ``pivots.options`` names delimiters."""
     run, rollout, algo = settings.run, settings.rollout, settings.algo
     return RunPlan(
         steps=run.steps,
@@ -75,6 +78,7 @@ def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
         stall_s=run.stall_s,
         error_budget=settings.reward.error_budget,
         routers=_routers(settings),
+        process=_process_plan(settings, renderer),
         pivots=pivot_rule(settings, renderer),
     )
 
@@ -103,6 +107,20 @@ def pivot_rule(settings: Settings, renderer: Renderer | None = None) -> PivotRul
     )
 
 
+def _process_plan(settings: Settings, renderer: Renderer | None) -> ProcessPlan | None:
+    s = settings.scoring
+    if s.process is None:
+        return None
+    assert renderer is not None, "steps are found in tokens, which the renderer knows"
+    return ProcessPlan(
+        rule=parse_rule(s.steps, renderer.ids_containing),
+        form=s.form,
+        weight=s.weight,
+        deadline_s=s.deadline_s,
+        abort_below=s.abort_below,
+    )
+
+
 def _vocab_size(settings: Settings) -> int | None:
     """As the model's configuration has it, where that lies here."""
     file = Path(settings.model.path or "") / "config.json"
@@ -127,10 +145,9 @@ def _routers(settings: Settings) -> RouterShape | None:
 
 def model_directory(settings: Settings) -> Path:
     """Where the model lies; a hub name is fetched once."""
-    path = settings.model.path
-    if path is None:
+    if settings.model.path is None:
         raise ConfigError("model.path is not set: give a directory in Hugging Face format or a hub name")
-    return found_model(path, "model.path")
+    return found_model(settings.model.path, "model.path")
 
 
 def sampling(settings: Settings, renderer: Renderer) -> Sampling:
@@ -312,6 +329,15 @@ def reference_settings(settings: Settings, context_tokens: int) -> EngineSetting
     )
 
 
+def progress_tokens(settings: Settings) -> int:
+    """Sampled tokens between two reports of a request: often enough for a step to be judged while the next is sampled,
+    otherwise for the journal alone."""
+    if settings.scoring.process is None:
+        return _JOURNAL_TOKENS
+    kind, _, value = settings.scoring.steps.partition(":")
+    return min(_JOURNAL_TOKENS, int(value)) if kind == "tokens" else _STEP_TOKENS
+
+
 def quieten() -> None:
     """Loading bars of every role would run through each other on the terminal."""
     from transformers.utils import logging
@@ -346,14 +372,16 @@ async def _start(
     with_reference = settings.algo.reference == "engine"
     teachers = teaching.told_teachers(settings, told)
     scoring = scorer_settings(settings, rewards)
+    process = {**told, "name": "process"} if settings.scoring.process is not None else None
     if settings.run.launcher == "inline":
-        from headrace.roles import engine_role, trainer_role
+        from headrace.roles import engine_role, process_role, trainer_role
 
         return InlineCluster(
             [engine_role(e) for e in engines],
             trainer_role({**told, "threaded": False}),
             [build_scorer(scoring)] if scoring else [],
             reference=engine_role(reference) if with_reference else None,
+            step_scorer=process_role({**process, "threaded": False}) if process else None,
             teachers={name: engine_role(teacher) for name, teacher in teachers.items()},
             directory=directory,
         )
@@ -370,6 +398,10 @@ async def _start(
     if scoring:
         factory = "headrace.scoring.process:build_scorer"
         roles.append(RoleSpec(name="scorer", kind="scorer", factory=factory, settings=scoring))
+    if process:
+        factory = "headrace.roles:process_role"
+        told_process = {**process, "threaded": True}
+        roles.append(RoleSpec(name="process", kind="process", factory=factory, settings=told_process))
     launcher = LocalLauncher(
         roles,
         log_dir=run_dir / "logs",

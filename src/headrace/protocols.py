@@ -21,6 +21,8 @@ from headrace.types import (
     RoleStatus,
     Sampling,
     SamplingMask,
+    ScoreColumn,
+    StepQuestion,
     StepResult,
     Task,
     TeacherScores,
@@ -153,6 +155,42 @@ class Scorer(Protocol):
     async def score(self, task: Task, episodes: Sequence[Episode]) -> list[Mapping[str, float | None]]:
         """For each episode, a value by reward name. Raises when no answer could be had."""
         ...
+
+    async def close(self) -> None: ...
+
+
+class ScoreSource(Protocol):
+    """Says something of finished attempts, beside generation and training: rewards, process rewards, the
+    log-probabilities of a reference or a teacher. ``runtime.scoring_stage`` asks, waits and counts."""
+
+    name: str
+    """Names its columns, and its line in the ledger."""
+    required: bool
+    """What happens to a group without its scores. True: the group is dropped as failed. False: it is trained without
+    them, and they are counted as missing."""
+    per_attempt: bool
+    """True: asked about each attempt as it ends. False: about all of a group, once all have ended."""
+    concurrency: int
+    """Questions under way at a time; the others wait in its queue."""
+    deadline_s: float | None
+    """Seconds after a group's last attempt at which answers that are not there are given up; None: the source ends
+    every wait itself."""
+
+    async def score(self, task: Task, episodes: Sequence[Episode]) -> Sequence[ScoreColumn]:
+        """One column for each episode, in their order. Raises when no answer can be had; a RoleError of a required
+        source ends the run."""
+        ...
+
+
+class StepScorer(Protocol):
+    """A process-reward model: judges the steps of an attempt, also while the next ones are sampled."""
+
+    async def score_steps(self, question: StepQuestion) -> np.ndarray:
+        """float32, the scores of all steps but those that are known; higher is better. A call costs the tokens that
+        no call about the attempt had before."""
+        ...
+
+    async def status(self) -> RoleStatus: ...
 
     async def close(self) -> None: ...
 

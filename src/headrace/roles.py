@@ -11,15 +11,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from headrace import build, teaching
 from headrace.config import Settings, from_dict
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
-from headrace.errors import ConfigError, TaskError
-from headrace.protocols import Engine, Trainer, WeightSender
+from headrace.errors import ConfigError, ModelError, TaskError
+from headrace.model_paths import found_model
+from headrace.protocols import Engine, StepScorer, Trainer, WeightSender
+from headrace.scoring.resolve import function_name, resolve
 from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
 from headrace.weights.transports import TransportReceiver, weight_sender
+
+_PROCESS_KV_BYTES = {"cpu": 2**30, "cuda": 2**33}
+"""Memory for the keys and values of a process-reward model; what does not fit is computed again."""
 
 
 def engine_role(told: Mapping[str, Any]) -> Engine:
@@ -53,7 +59,12 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
         progress=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
     )
     return EngineDriver(
-        core, name=name, receiver=TransportReceiver(), ledger=ledger, threaded=told.get("threaded", False)
+        core,
+        name=name,
+        receiver=TransportReceiver(),
+        ledger=ledger,
+        progress_tokens=build.progress_tokens(settings),
+        threaded=told.get("threaded", False),
     )
 
 
@@ -111,6 +122,53 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         distillation=teaching.distillation(settings),
     )
     return TrainerDriver(core, threaded=told["threaded"], role=told.get("name", "trainer"))
+
+
+def process_role(told: Mapping[str, Any]) -> StepScorer:
+    """What judges steps: a model, or a function of the user's."""
+    from headrace.scoring.process_scorer import PROCESS_ACTIVITIES, ProcessScorer, StepCore, StepFunction
+
+    ledger = TimeLedger(PROCESS_ACTIVITIES)
+    settings = from_dict(told["settings"])
+    policy, asked = Renderer.from_directory(told["model"]), str(settings.scoring.process)
+    core: StepCore
+    if ":" in asked.partition("?")[0] and not Path(asked).is_dir():
+        function = resolve(asked, what="scoring.process")
+        core = StepFunction(function, name=function_name(asked), decode=policy.decode)
+    else:
+        core = _process_model(asked, settings, policy)
+    return ProcessScorer(core, name=told["name"], threaded=told["threaded"], ledger=ledger)
+
+
+def _process_model(asked: str, settings: Settings, policy: Renderer) -> Any:
+    """``asked``: where the model lies, and behind a question mark the tokens it is read at."""
+    build.quieten()
+    from headrace.scoring.process_model import ProcessModel, kv_tokens_in, load_process_model
+
+    path, _, query = asked.partition("?")
+    directory = found_model(path, "scoring.process")
+    words = {
+        name: unquote(value) for name, _, value in (part.partition("=") for part in query.split("&") if part)
+    }
+    unknown = sorted(set(words) - {"good", "bad", "marker"})
+    if unknown or ("good" in words) != ("bad" in words):
+        raise ConfigError(
+            f"scoring.process: {asked!r} is not understood; write PATH?good=TOKEN&bad=TOKEN&marker=TEXT"
+        )
+    if not policy.same_ids_as(Renderer.from_directory(directory)):
+        raise ModelError(
+            f"scoring.process: {path} has another tokenizer than model.path, so it would read other words than were "
+            "sampled; use a model with the same tokenizer, or a function (module:function) that reads text"
+        )
+    place = build.device(settings.model.device)
+    model = load_process_model(str(directory), dtype=build.dtype(settings), device=place)
+    pair = policy.single_token_ids([words["good"], words["bad"]]) if "good" in words else None
+    return ProcessModel(
+        model,
+        kv_tokens=kv_tokens_in(model, _PROCESS_KV_BYTES[place]),
+        pair=None if pair is None else (pair[0], pair[1]),
+        marker=tuple(policy.encode(words.get("marker", "")).tolist()),
+    )
 
 
 def _join_ranks(told: Mapping[str, Any], settings: Settings, place: str) -> Any:

@@ -23,6 +23,7 @@ TRAINER_ACTIVITIES = (
     "checkpoint",
 )
 CONTROLLER_ACTIVITIES = ("loading", "working", "waiting")
+SCORING_ACTIVITIES = ("scoring-hidden", "scoring-exposed", "idle-no-work")
 
 
 class TimeLedger:

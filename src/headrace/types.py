@@ -8,7 +8,8 @@ never rebuilt from text, and behaviour log-probabilities are never recomputed. O
 standard library are used here, so that the control plane runs without torch.
 
 Shape legend: P prompt tokens, L sampled tokens, T = P + L tokens of a sample, R runs, N recorded
-rows, M mixture-of-experts layers, K experts a token or elements that changed, S kept-token ids over all rows.
+rows, M mixture-of-experts layers, K experts a token or elements that changed, S kept-token ids over all rows,
+C steps of an attempt.
 """
 
 from __future__ import annotations
@@ -232,6 +233,46 @@ class TeacherScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreColumn:
+    """What one source says of one attempt. It is bound late: by group and attempt, and within the attempt by
+    step or by token."""
+
+    source: str
+    """Name of the source."""
+    group: int
+    attempt: int
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """Of the attempt as a whole, by name; None means not applicable. Empty: the source gives no rewards."""
+    step_ends: np.ndarray | None = None
+    """int32 [C], where each step ends, counted in sampled tokens of the attempt over all its turns; None: the source
+    knows no steps. A column that ends before the attempt's last token is continued by the next one."""
+    step_scores: np.ndarray | None = None
+    """float32 [C]; higher is better."""
+    logprobs: tuple[np.ndarray, ...] | None = None
+    """float32 [T] of each of the attempt's samples, in order; None: the source computes none."""
+    teacher: tuple[TeacherScores, ...] | None = None
+    """Of each of the attempt's samples, in order; None: the source is no teacher, or the task has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepQuestion:
+    """Ask a process-reward model about the steps of an attempt, finished or not."""
+
+    attempt: str
+    """``<group>/<attempt>``: what was computed for it before is used again as far as the tokens agree."""
+    task: Task
+    token_ids: np.ndarray
+    """int32 [T], the prompt and everything sampled so far."""
+    num_prompt: int
+    ends: np.ndarray
+    """int32 [C], where each step ends in ``token_ids``."""
+    num_known: int
+    """Steps whose scores are known already; the answer begins with the one after them."""
+    last: bool
+    """No question about the attempt will follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeGroup:
     """The attempts that are compared with each other, scored."""
 
@@ -244,6 +285,8 @@ class EpisodeGroup:
     """float32 [T] of each of its samples, in order; None: no engine computes the reference."""
     teacher: tuple[TeacherScores, ...] | None = None
     """Of each of its samples, in order; None: the task has no teacher."""
+    scores: tuple[ScoreColumn, ...] = ()
+    """Everything else that was said of the attempts in time: process rewards, a source of the user's own."""
 
     @property
     def oldest_version(self) -> int:

@@ -76,6 +76,18 @@ def examples() -> dict[str, Any]:
         turns=(turn, turn), text="four \u2713", rewards={"exact": 1.0, "style": None}
     )
     episode = types.Episode(group=7, attempt=1, task=task, trajectories=(trajectory,))
+    column = types.ScoreColumn(
+        source="process",
+        group=7,
+        attempt=1,
+        rewards={"exact": 1.0, "style": None},
+        step_ends=ints(2, 5),
+        step_scores=np.array([0.5, -1], dtype=np.float32),
+        logprobs=(np.zeros(3, dtype=np.float32),),
+    )
+    question = types.StepQuestion(
+        attempt="7/1", task=task, token_ids=ints(9, 8, 5), num_prompt=2, ends=ints(3), num_known=0, last=True
+    )
     teacher = types.TeacherScores(
         logprobs=np.array([0, -0.5, -1.5], dtype=np.float32),
         top_ids=np.arange(6, dtype=np.int32).reshape(3, 2),
@@ -89,6 +101,7 @@ def examples() -> dict[str, Any]:
         episodes=(episode, episode),
         returns=(1.0, 0.0),
         ref_logprobs=(np.zeros(3, dtype=np.float32), np.full(2, -0.5, dtype=np.float32)),
+        scores=(column,),
         teacher=(teacher, teacher),
     )
     sample = types.Sample(
@@ -134,9 +147,8 @@ def examples() -> dict[str, Any]:
         role="engine-0", version=3, progress=10, seconds={"decode": 1.5}, counters={"steps": 2.0}
     )
     made = (
-        fork, pivot, task, sampling, routing, mask, completion, request, turn, trajectory, episode, teacher, group,
-        sample,
-        batch, result, blob, patch, slot, manifest, status,
+        fork, pivot, task, sampling, routing, mask, completion, request, turn, trajectory, episode, teacher, column,
+        question, group, sample, batch, result, blob, patch, slot, manifest, status,
     )  # fmt: skip
     return {type(value).__name__: value for value in made}
 

@@ -18,6 +18,7 @@ from headrace.types import MAX_KEPT_TOKENS
 if TYPE_CHECKING:
     from headrace.config.settings import AlgoSettings, Settings
 
+_STEPS = re.compile(r"delimiter:.+|tokens:[1-9]\d*|entropy:\d*\.?\d+", re.DOTALL)
 _OTHER_TEACHERS = ("snapshot", "none")
 """Teachers' names that mean something else."""
 _COMPARES_ATTEMPTS = ("grpo", "dr-grpo", "rloo", "maxrl", "lite-ppo")
@@ -209,6 +210,20 @@ def _reward(s: Settings) -> Iterator[str]:
             )
 
 
+def _scoring(s: Settings) -> Iterator[str]:
+    scoring = s.scoring
+    if not _STEPS.fullmatch(scoring.steps):
+        yield (
+            f'scoring.steps is "{scoring.steps}": write delimiter:TEXT, tokens:N or entropy:NATS, for example '
+            "delimiter:\\n."
+        )
+    if scoring.process is None and scoring.abort_below is not None:
+        yield (
+            f"scoring.abort_below is {scoring.abort_below}, but nobody judges steps: set scoring.process to a model or "
+            "module:function, or leave scoring.abort_below out."
+        )
+
+
 def _distill(s: Settings) -> Iterator[str]:
     d, cuts = s.distill, s.rollout
     for name, path in d.teachers.items():
@@ -286,7 +301,7 @@ def _lora(s: Settings) -> Iterator[str]:
 
 
 _Rule = Callable[["Settings"], Iterator[str]]
-_ALWAYS: tuple[_Rule, ...] = (_reward, _engine)
+_ALWAYS: tuple[_Rule, ...] = (_reward, _scoring, _engine)
 _TRAINING: tuple[_Rule, ...] = (
     _sampling, _groups, _batch, _ranks, _loss, _composition, _distill, _pivots, _lora, _warm_start,
 )  # fmt: skip

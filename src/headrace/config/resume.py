@@ -30,6 +30,7 @@ MAY_CHANGE = frozenset(
         "reward.retries",
         "reward.error_budget",
         "reward.workers",
+        "scoring.deadline_s",
         "algo.guard",
         "trainer.on_nonfinite",
         "trainer.ranks",

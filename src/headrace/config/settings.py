@@ -170,6 +170,25 @@ class RewardSettings(Section):
     """Calls that may run at the same time."""
 
 
+class ScoringSettings(Section):
+    """Process rewards: steps are judged while attempts are still sampled (docs/scoring.md)."""
+
+    process: str | None = None
+    """Who judges: a model (a directory or hub name, for a causal one with the tokens it is read at,
+    `PATH?good=+&bad=-`, for any with `marker=TEXT` to put behind each step) or a `module:function`; not set: nobody."""
+    steps: str = "delimiter:\\n"
+    """Where a step ends: `delimiter:TEXT`, `tokens:N`, or `entropy:NATS`, before a token more surprising than that."""
+    form: Literal["sum", "min", "potential"] = "potential"
+    """What scores become: the normalised `sum` of those to come, close to the `min` of them (PURE), or how much each
+    step raised the estimate."""
+    weight: float = Field(1.0, ge=0)
+    """Factor of the step advantages, which are added to the outcome's."""
+    deadline_s: float = Field(30.0, gt=0)
+    """Seconds after a group's last attempt at which it is trained without the scores that are not there."""
+    abort_below: float | None = None
+    """Attempts with two steps in a row below this are sampled no further; not set: all are sampled to their end."""
+
+
 class AlgoSettings(Section):
     """From rewards to a loss."""
 
@@ -361,6 +380,7 @@ class Settings(BaseModel):
     tasks: TaskSettings = TaskSettings()
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
+    scoring: ScoringSettings = ScoringSettings()
     algo: AlgoSettings = AlgoSettings()
     distill: DistillSettings = DistillSettings()
     pivots: PivotSettings = PivotSettings()

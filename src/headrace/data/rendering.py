@@ -109,6 +109,17 @@ class Renderer:
             found.append(int(ids[0]))
         return tuple(found)
 
+    def same_ids_as(self, other: Renderer) -> bool:
+        """Whether a token id means the same to another model."""
+        ours = self._tokenizer.get_vocab(with_added_tokens=True)
+        return ours == other._tokenizer.get_vocab(with_added_tokens=True)
+
+    def ids_containing(self, text: str) -> tuple[int, ...]:
+        """Every token whose own text has ``text`` in it."""
+        ids = sorted(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        texts = self._tokenizer.decode_batch([[token_id] for token_id in ids], skip_special_tokens=True)
+        return tuple(token_id for token_id, its in zip(ids, texts, strict=True) if text in its)
+
     def _chat_text(self, task: Task) -> str:
         if self._template is None:
             raise ModelError(

@@ -1,17 +1,17 @@
 """Scored groups -> token sequences to train on, without touching a token.
 
-In: an ``EpisodeGroup`` and one advantage per episode. Out: ``Sample`` objects ordered by attempt. A turn
-whose prompt repeats everything before it, token for token, joins the sample of the turn before (what
-lies between was written by the environment and is not trained on); any other turn begins a new sample.
-Each sampled token therefore appears in exactly one sample, with the log-probability and version it
-was sampled with.
+In: an ``EpisodeGroup`` and each episode's advantage, one for all its tokens or one a token. Out: ``Sample``
+objects ordered by attempt. A turn whose prompt repeats everything before it, token for token, joins the sample
+of the turn before (what lies between was written by the environment and is not trained on); any other turn
+begins a new sample. Each sampled token therefore appears in exactly one sample, with the log-probability and
+version it was sampled with.
 
 Legend: P prompt tokens, L sampled tokens, T tokens of the sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,14 +23,19 @@ NEVER_SAMPLED = 2**31 - 1
 """``oldest_version`` of a sample without sampled tokens, as ``EpisodeGroup.oldest_version`` has it."""
 
 
-def build_samples(group: EpisodeGroup, advantages: Sequence[float] | np.ndarray) -> tuple[Sample, ...]:
-    """A sample per chain of turns of each trainable trajectory; ``advantages`` follow ``group.episodes``."""
+def build_samples(
+    group: EpisodeGroup, advantages: Sequence[float | np.ndarray] | np.ndarray
+) -> tuple[Sample, ...]:
+    """A sample per chain of turns of each trainable trajectory; ``advantages`` follow ``group.episodes``: a number
+    for all sampled tokens of an episode, or an array with one for each, its turns one after the other."""
     if len(advantages) != len(group.episodes):
         raise ValueError(f"advantages: {len(advantages)} given for {len(group.episodes)} episodes")
     chains = _all_chains(group.episodes)
     columns = _Columns(sum(_num_tokens(chain) for _, chain in chains))
     samples = [
-        columns.sample(group.group, group.episodes[i].attempt, float(advantages[i]), chain)
+        columns.sample(
+            group.group, group.episodes[i].attempt, _by_turn(advantages[i], group.episodes[i]), chain
+        )
         for i, chain in chains
     ]
     if group.ref_logprobs is not None:
@@ -40,6 +45,18 @@ def build_samples(group: EpisodeGroup, advantages: Sequence[float] | np.ndarray)
         taught = zip(samples, group.teacher, strict=True)
         samples = [replace(sample, teacher=scores) for sample, scores in taught]
     return tuple(samples)
+
+
+def _by_turn(advantage: float | np.ndarray, episode: Episode) -> Callable[[Turn], float | np.ndarray]:
+    """What the sampled tokens of a turn get."""
+    if np.ndim(advantage) == 0:
+        same = float(advantage)
+        return lambda turn: same
+    turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
+    borders = np.cumsum([turn.completion.num_tokens for turn in turns])
+    parts = np.split(np.asarray(advantage), borders[:-1])
+    of_turn = {id(turn): part for turn, part in zip(turns, parts, strict=True)}
+    return lambda turn: of_turn[id(turn)]
 
 
 def sequences(episodes: Sequence[Episode]) -> list[tuple[np.ndarray, float]]:
@@ -110,7 +127,13 @@ class _Columns:
         self._versions = np.full(num_tokens, -1, dtype=np.int32)
         self._advantages = np.zeros(num_tokens, dtype=np.float32)
 
-    def sample(self, group: int, attempt: int, advantage: float, chain: Sequence[Turn]) -> Sample:
+    def sample(
+        self,
+        group: int,
+        attempt: int,
+        advantage: Callable[[Turn], float | np.ndarray],
+        chain: Sequence[Turn],
+    ) -> Sample:
         """The next stretch, filled with ``chain``."""
         start, last, num_tokens = self._used, chain[-1], _num_tokens(chain)
         end = self._used = start + num_tokens
@@ -123,7 +146,7 @@ class _Columns:
             self._loss_mask[span] = True
             self._logprobs[span] = turn.completion.logprobs
             self._versions[span] = turn.completion.versions
-            self._advantages[span] = advantage
+            self._advantages[span] = advantage(turn)
         return Sample(
             group=group,
             attempt=attempt,

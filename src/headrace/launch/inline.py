@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace.errors import RoleError
-from headrace.protocols import Engine, Scorer, Trainer
+from headrace.protocols import Engine, Scorer, StepScorer, Trainer
 from headrace.types import RoleStatus
 
 
@@ -25,15 +25,17 @@ class InlineCluster:
         *,
         reference: Engine | None = None,
         teachers: Mapping[str, Engine] | None = None,
+        step_scorer: StepScorer | None = None,
         directory: Path | None = None,
     ) -> None:
         """``trainer`` None: nothing is trained (an evaluation). ``reference``: an engine that keeps the starting
-        weights. ``teachers``: engines that are imitated, by name. ``directory``: of the weight segments, removed
-        at the end."""
+        weights. ``teachers``: engines that are imitated, by name. ``step_scorer``: a process-reward model.
+        ``directory``: of the weight segments, removed at the end."""
         self._directory = directory
         self.engines = tuple(engines)
         self.scorers = tuple(scorers)
         self.reference = reference
+        self.step_scorer = step_scorer
         self.teachers = dict(teachers or {})
         self._trainer = trainer
 
@@ -63,6 +65,8 @@ class InlineCluster:
         """Close every role, also after one of them failed to; the first failure is raised."""
         closes = [engine.close() for engine in self._all_engines]
         closes.extend(scorer.close() for scorer in self.scorers)
+        if self.step_scorer is not None:
+            closes.append(self.step_scorer.close())
         if self._trainer is not None:
             closes.append(self._trainer.close())
         outcomes = await asyncio.gather(*closes, return_exceptions=True)

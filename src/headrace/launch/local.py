@@ -21,7 +21,13 @@ from typing import Any
 from headrace.errors import ConfigError, DeadlineError, RoleError
 from headrace.launch.channel import Listener
 from headrace.launch.guardian import Guardian
-from headrace.launch.proxies import DEADLINES_S, RemoteEngine, RemoteScorer, RemoteTrainer
+from headrace.launch.proxies import (
+    DEADLINES_S,
+    RemoteEngine,
+    RemoteScorer,
+    RemoteStepScorer,
+    RemoteTrainer,
+)
 from headrace.launch.ranked_trainer import RankedTrainer
 from headrace.launch.role_process import Heartbeat, RoleProcess, RoleSpec
 from headrace.protocols import Trainer
@@ -47,12 +53,14 @@ class LocalCluster:
     ) -> None:
         callers = {
             kind: [p.caller for p in processes if p.spec.kind == kind]
-            for kind in ("engine", "reference", "teacher", "scorer")
+            for kind in ("engine", "reference", "teacher", "scorer", "process")
         }
         self.engines = tuple(RemoteEngine(caller, deadlines_s) for caller in callers["engine"])
         self.scorers = tuple(RemoteScorer(caller, deadlines_s) for caller in callers["scorer"])
         references = [RemoteEngine(caller, deadlines_s) for caller in callers["reference"]]
         self.reference = references[0] if references else None
+        judges = [RemoteStepScorer(caller, deadlines_s) for caller in callers["process"]]
+        self.step_scorer = judges[0] if judges else None
         self.teachers = {
             caller.role.removeprefix("teacher-"): RemoteEngine(caller, deadlines_s)
             for caller in callers["teacher"]
@@ -92,8 +100,9 @@ class LocalCluster:
         return {**{p.spec.name: p.pid for p in self._processes}, "guardian": self._guardian.pid}
 
     async def wait_failure(self) -> RoleError:
-        """The first death of a role that nobody asked for; it stays the answer from then on."""
-        failures = [p.failure for p in self._processes]
+        """The first death of a role that nobody asked for; it stays the answer from then on. A run goes on without its
+        process-reward model: whoever asks it is told."""
+        failures = [p.failure for p in self._processes if p.spec.kind != "process"]
         done, _ = await asyncio.wait(failures, return_when=asyncio.FIRST_COMPLETED)
         return next(f.result() for f in failures if f in done)
 

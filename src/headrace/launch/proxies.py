@@ -1,7 +1,7 @@
 """Roles in other processes behind the protocols of this one.
 
-In: calls of ``protocols.Engine``, ``Trainer`` and ``Scorer``. Out: the same calls over ``rpc``, each with a
-deadline. ``role_methods`` is the other half of the table. ``close`` closes the role object; its process
+In: calls of ``protocols.Engine``, ``Trainer``, ``Scorer`` and ``StepScorer``. Out: the same calls over ``rpc``, each
+with a deadline. ``role_methods`` is the other half of the table. ``close`` closes the role object; its process
 is ended by the cluster it belongs to.
 """
 
@@ -22,6 +22,7 @@ from headrace.types import (
     Request,
     RoleStatus,
     SamplingMask,
+    StepQuestion,
     StepResult,
     Task,
     TeacherScores,
@@ -35,6 +36,7 @@ DEADLINES_S: Mapping[str, float] = MappingProxyType(
         "abort": 120.0,
         "release": 120.0,
         "score": 600.0,
+        "score_steps": 600.0,
         "score_top": 600.0,
         "begin_update": 3600.0,
         "apply": 600.0,
@@ -150,6 +152,21 @@ class RemoteScorer:
     async def score(self, task: Task, episodes: Sequence[Episode]) -> list[Mapping[str, float | None]]:
         deadline_s = self._deadlines_s["score"]
         return await self._caller.call("score", task, list(episodes), deadline_s=deadline_s)
+
+    async def close(self) -> None:
+        await self._caller.call("close", deadline_s=self._deadlines_s["close"])
+
+
+class RemoteStepScorer:
+    def __init__(self, caller: Caller, deadlines_s: Mapping[str, float] = DEADLINES_S) -> None:
+        self._caller = caller
+        self._deadlines_s = deadlines_s
+
+    async def score_steps(self, question: StepQuestion) -> np.ndarray:
+        return await self._caller.call("score_steps", question, deadline_s=self._deadlines_s["score_steps"])
+
+    async def status(self) -> RoleStatus:
+        return await self._caller.call("status", deadline_s=self._deadlines_s["status"])
 
     async def close(self) -> None:
         await self._caller.call("close", deadline_s=self._deadlines_s["close"])

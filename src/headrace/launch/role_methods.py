@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from headrace.launch.rpc import Note
 
-RoleKind = Literal["engine", "reference", "teacher", "trainer", "scorer"]
+RoleKind = Literal["engine", "reference", "teacher", "trainer", "scorer", "process"]
 Method = Callable[[Any, list[Any], Note | None], Awaitable[Any]]
 
 ENGINE: Mapping[str, Method] = {
@@ -47,6 +47,11 @@ SCORER: Mapping[str, Method] = {
     "score": lambda scorer, args, note: scorer.score(args[0], args[1]),
 }
 
+PROCESS: Mapping[str, Method] = {
+    "score_steps": lambda scorer, args, note: scorer.score_steps(args[0]),
+    "status": lambda scorer, args, note: scorer.status(),
+}
+
 REFERENCE: Mapping[str, Method] = {name: ENGINE[name] for name in ("score", "status")}
 
 TEACHER: Mapping[str, Method] = {name: ENGINE[name] for name in ("score", "score_top", "apply", "status")}
@@ -57,4 +62,5 @@ METHODS: Mapping[str, Mapping[str, Method]] = {
     "teacher": TEACHER,
     "trainer": TRAINER,
     "scorer": SCORER,
+    "process": PROCESS,
 }

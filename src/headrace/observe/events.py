@@ -6,7 +6,7 @@ An event is a name and a mapping of plain values; every sink gets every event, i
     phase       text: what the run is busy with before and between steps (``warm start 12/60``)
     step        step, version, skipped, reward, lag_mean, lag_max, tokens, tokens_per_s, goodput,
                 metrics (by name), roles (``RoleStatus`` as mappings), attempts and tokens_by_state
-                (by ledger state)
+                (by ledger state), missing_scores (by source and reason), given_up (attempts ended early)
     drop        reason, group, detail
     warning     text
     eval        step and figures by name

@@ -40,6 +40,10 @@ class Progress:
         """Tokens by state that a resumed run began with."""
         self.drops: dict[str, int] = {}
         """Groups dropped, by reason."""
+        self.missing_scores: dict[str, int] = {}
+        """Scores that attempts were trained without, by source and reason."""
+        self.num_given_up = 0
+        """Attempts ended early because their steps looked hopeless."""
         self.num_steps_seen = 0
         self.message = ""
         """The newest phase, warning, drop or evaluation, in words."""
@@ -97,6 +101,8 @@ class Progress:
             self.attempts = dict(fields["attempts"])
         if fields.get("tokens_by_state"):
             self.tokens_by_state = dict(fields["tokens_by_state"])
+        self.missing_scores = dict(fields.get("missing_scores") or self.missing_scores)
+        self.num_given_up = int(fields.get("given_up") or self.num_given_up)
 
 
 def message(event: str, fields: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ activities of a role, sum to the total shown under them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -17,7 +17,15 @@ from rich.text import Text
 
 from headrace.observe.figures import duration, short
 from headrace.observe.progress import Progress
-from headrace.observe.verdict import Verdict, goodput, idle_share, judge, percentages
+from headrace.observe.verdict import (
+    Verdict,
+    goodput,
+    hidden_share,
+    idle_share,
+    judge,
+    percentages,
+    scoring_seconds,
+)
 
 STATE_ORDER = ("trained", "training", "buffered", "scoring", "generating")
 
@@ -42,6 +50,9 @@ class Summary:
     """By role, the idle share since loading."""
     goodput: float
     verdict: Verdict
+    missing_scores: Mapping[str, int] = field(default_factory=dict)
+    """By source and reason."""
+    num_given_up: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """JSON types only, with the totals written out."""
@@ -83,9 +94,22 @@ class Summary:
         lines = [
             ("goodput", f"{short(self.goodput)} trained tokens per device-second"),
             ("idle", f"{idle} (of the time since loading)" if idle else "no role has reported"),
+            *self._scoring(),
             ("verdict", self.verdict.text),
         ]
         return [*lines, ("run", self.run_dir)] if self.run_dir else lines
+
+    def _scoring(self) -> list[tuple[str, str]]:
+        """How far scoring stayed out of the way; nothing where no time went into it."""
+        seconds = self.seconds.get("scoring", {})
+        spent = scoring_seconds(seconds)
+        if spent == 0:
+            return []
+        parts = [f"{hidden_share(seconds):.1%} of {spent:,.1f} s hidden behind generation"]
+        if self.num_given_up:
+            parts.append(f"{self.num_given_up} attempts given up early")
+        parts += [f"{count} scores missing ({reason})" for reason, count in self.missing_scores.items()]
+        return [("scoring", "; ".join(parts))]
 
     def tables(self) -> list[LedgerTable]:
         return [table for table in (_attempt_table(self), _time_table(self)) if len(table.rows) > 1]
@@ -122,6 +146,8 @@ def summarise(progress: Progress) -> Summary:
         idle={role.role: idle_share(role.seconds) for role in progress.roles},
         goodput=goodput(trained_now, progress.roles),
         verdict=judge(progress.roles, progress.tokens_by_state, progress.mean_attempts),
+        missing_scores=dict(progress.missing_scores),
+        num_given_up=progress.num_given_up,
     )
 
 

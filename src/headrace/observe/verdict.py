@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from headrace.timekeeping import SCORING_ACTIVITIES
 from headrace.types import RoleStatus
 
 IDLE = frozenset({"idle-no-work", "waiting-for-batch", "waiting"})
 SYNC = frozenset({"paused-for-weights", "publishing"})
 LOADING = "loading"
+HIDDEN_SCORING, EXPOSED_SCORING, _ = SCORING_ACTIVITIES
 
 NOTABLE = 0.15
 """A share below this is the ordinary slack between two loops that are never exactly in step."""
@@ -60,6 +62,17 @@ def idle_share(seconds: Mapping[str, float]) -> float:
 def sync_share(seconds: Mapping[str, float]) -> float:
     """Share of the time since loading that went into weights on their way."""
     return _share_since_loading(seconds, SYNC)
+
+
+def scoring_seconds(seconds: Mapping[str, float]) -> float:
+    """Of the scoring stage's time, what went into scores."""
+    return seconds.get(HIDDEN_SCORING, 0.0) + seconds.get(EXPOSED_SCORING, 0.0)
+
+
+def hidden_share(seconds: Mapping[str, float]) -> float:
+    """Of the time that went into scores, the share in which attempts were being generated; 1 where none did."""
+    spent = scoring_seconds(seconds)
+    return seconds.get(HIDDEN_SCORING, 0.0) / spent if spent > 0 else 1.0
 
 
 _ON_DEVICES = ("engine", "reference", "teacher", "trainer")
@@ -145,7 +158,7 @@ def _bottleneck(by_kind: Mapping[str, tuple[float, float]], mean_attempts: Mappi
 
 
 def _scoring_holds(by_kind: Mapping[str, tuple[float, float]], mean_attempts: Mapping[str, float]) -> bool:
-    if "scorer" in by_kind and by_kind["scorer"][0] <= NOTABLE:
+    if any(kind in by_kind and by_kind[kind][0] <= NOTABLE for kind in ("scorer", "process")):
         return True
     return mean_attempts.get("scoring", 0.0) > mean_attempts.get("generating", 0.0)
 

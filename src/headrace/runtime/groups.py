@@ -1,5 +1,5 @@
-"""One group: its attempts run side by side, are scored together and become samples, or the group ends
-with a named reason.
+"""One group: its attempts run side by side, are scored by the scoring stage and become samples, or the group
+ends with a named reason.
 
 In: admitted groups. Out: ``ReadyGroup`` for the buffer through ``on_ready``, or a ``drop`` record and
 ``on_dropped``. A group that is told to end (too old, run over, a sibling failed) first gets back
@@ -17,20 +17,22 @@ from typing import Any
 import numpy as np
 
 from headrace.algos.advantages import ADVANTAGES, is_zero_variance, overlong_penalty
+from headrace.algos.process import token_advantages
 from headrace.data.kept_limits import mask_fault
 from headrace.data.returns import weighted_return
 from headrace.data.samples import build_samples
+from headrace.data.steps import step_borders
 from headrace.errors import CheckpointError, InvariantError, PromptTooLongError, RoleError, WeightSyncError
-from headrace.protocols import Environment, Scorer
+from headrace.protocols import Environment
 from headrace.runtime.buffer import ReadyGroup
 from headrace.runtime.journal import Record
 from headrace.runtime.pivots import start_versions
 from headrace.runtime.plan import RunPlan
-from headrace.runtime.reference import ReferencePolicy
+from headrace.runtime.process_rewards import ProcessRewards
 from headrace.runtime.rollout import Interrupted, RolloutClient, run_attempt
 from headrace.runtime.router import Router
+from headrace.runtime.scoring_stage import Missing, ScoringStage
 from headrace.runtime.state import LiveGroup
-from headrace.runtime.teachers import Teachers
 from headrace.types import DropReason, Episode, EpisodeGroup
 
 FATAL = (InvariantError, RoleError, CheckpointError, WeightSyncError)
@@ -44,23 +46,21 @@ class GroupRunner:
         *,
         router: Router,
         environment: Environment,
-        scorer: Scorer,
-        reference: ReferencePolicy | None = None,
-        teachers: Teachers | None = None,
+        scoring: ScoringStage,
+        process: ProcessRewards | None = None,
         record: Callable[[Record], None],
         on_returns: Callable[[LiveGroup, Sequence[Episode], Sequence[float]], None] = lambda *_: None,
         on_ready: Callable[[ReadyGroup], None],
         on_dropped: Callable[[int, DropReason, str], None],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
-        """``reference`` None: samples carry no log-probabilities of the starting policy; ``teachers`` None: nor any
-        of a teacher. ``on_returns`` hears what a group's attempts are worth just before its fate is recorded."""
+        """``process`` None: attempts are judged when they have ended. ``on_returns`` hears what a group's attempts are
+        worth just before its fate is recorded."""
         self._plan = plan
         self._router = router
         self._environment = environment
-        self._scorer = scorer
-        self._reference = reference
-        self._teachers = teachers
+        self._scoring = scoring
+        self._process = process
         self._record = record
         self._on_returns = on_returns
         self._on_ready = on_ready
@@ -69,6 +69,7 @@ class GroupRunner:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._notices: set[asyncio.Task[None]] = set()
         """To engines; nobody waits for an answer."""
+        self._settling: dict[int, asyncio.Task[list[Missing]]] = {}
         self._ending: dict[int, DropReason] = {}
         self._paused = False
 
@@ -115,6 +116,9 @@ class GroupRunner:
         self._notify(self._router.release_holds(engine, request_ids))
 
     def _abort(self, group: int) -> None:
+        """Engines hand back what they have; scores are not waited for any longer."""
+        if group in self._settling:
+            self._settling[group].cancel()
         self._notify(self._router.abort(group))
 
     def _notify(self, notice: Coroutine[Any, Any, None]) -> None:
@@ -125,6 +129,7 @@ class GroupRunner:
     def _finished(self, group: int, task: asyncio.Task[None]) -> None:
         del self._tasks[group]
         self._router.forget(group)
+        self._forget_scores(group)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._on_fatal(error)
@@ -148,6 +153,8 @@ class GroupRunner:
             self._drop(live.group, "failed", f"{type(e).__name__}: {e}")
 
     async def _attempts(self, live: LiveGroup) -> tuple[Episode, ...]:
+        for attempt in live.episodes:
+            self._scoring.attempt_ended(live, attempt)
         missing = [a for a in range(live.num_attempts) if a not in live.episodes]
         tasks = {asyncio.create_task(self._attempt(live, a)): a for a in missing}
         try:
@@ -190,38 +197,42 @@ class GroupRunner:
             routers=self._plan.routers,
             stopping=lambda: self._paused or live.group in self._ending,
             hold_s=self._plan.attempt_s if self._plan.pivots is not None and not live.is_branch else 0.0,
+            watch=None if self._process is None else self._process.watch(live, attempt),
         )
-        self._record(await run_attempt(self._environment, live, attempt, client))
+        with self._scoring.meter.generating():
+            episode = await run_attempt(self._environment, live, attempt, client)
+        self._record(episode)
+        self._scoring.attempt_ended(live, attempt)
 
     async def _score(self, live: LiveGroup, episodes: tuple[Episode, ...]) -> None:
         if live.is_branch and len(versions := start_versions(episodes)) > 1:
             self._drop(live.group, "stale", f"its branches began under versions {versions}")
             return
-        rewards = await self._scorer.score(live.task, episodes)
-        returns = [
-            weighted_return(r, self._plan.reward_weights) + self._overlong(e) - self._truncated(e)
-            for r, e in zip(rewards, episodes, strict=True)
-        ]
+        settling = asyncio.create_task(self._scoring.settle(live), name=f"scores of group {live.group}")
+        self._settling[live.group] = settling
+        try:
+            # Its deadlines are the sources' own.
+            await asyncio.wait({settling})
+        finally:
+            del self._settling[live.group]
+            settling.cancel()
         if live.group in self._ending or self._paused:
             raise Interrupted
-        if self._plan.drop_zero_variance and is_zero_variance(np.array(returns)):
+        missing = settling.result()
+        returns = [
+            weighted_return(live.rewards(e.attempt), self._plan.reward_weights)
+            + self._overlong(e)
+            - self._truncated(e)
+            for e in episodes
+        ]
+        # Steps that were judged tell attempts apart which ended alike.
+        unjudged = self._process is None or not live.columns.get(self._process.name)
+        if self._plan.drop_zero_variance and unjudged and is_zero_variance(np.array(returns)):
             self._on_returns(live, episodes, returns)
             self._drop(live.group, "zero-variance", "")
             return
-        record = {
-            "kind": "scored", "group": live.group, "rewards": [dict(r) for r in rewards], "returns": returns
-        }  # fmt: skip
-        if self._reference is not None:
-            # Before the group counts as finished: until then the trainer is kept from outrunning it.
-            record["ref_logprobs"] = await self._reference.logprobs(live.group, episodes)
-            if live.group in self._ending or self._paused:
-                raise Interrupted
-        if self._teachers is not None:
-            record["teacher"] = await self._teachers.scores(live.group, episodes)
-            if live.group in self._ending or self._paused:
-                raise Interrupted
         self._on_returns(live, episodes, returns)
-        self._record(record)
+        self._record({"kind": "scored", "group": live.group, "returns": returns, "missing": missing})
         assert live.scored is not None
         self._on_ready(ready_group(self._plan, live.scored))
 
@@ -242,15 +253,27 @@ class GroupRunner:
         is_cut = any(turn.completion.finish_reason == "length" for turn in last_turns)
         return self._plan.truncated_penalty if is_cut else 0.0
 
+    def _forget_scores(self, group: int) -> None:
+        """An answer that came after a group's end would have nobody to belong to."""
+        self._scoring.forget(group)
+        if self._process is not None:
+            self._process.forget(group)
+
     def _drop(self, group: int, reason: DropReason, detail: str) -> None:
         self._ending.pop(group, None)
+        self._forget_scores(group)
         self._record({"kind": "drop", "group": group, "reason": reason, "detail": detail})
         self._on_dropped(group, reason, detail)
 
 
 def ready_group(plan: RunPlan, scored: EpisodeGroup) -> ReadyGroup:
     """Advantages and samples of a scored group; pure, so recovery builds the same ones again."""
-    advantages = ADVANTAGES[plan.advantage](np.array(scored.returns, dtype=np.float64))
+    advantages: Any = ADVANTAGES[plan.advantage](np.array(scored.returns, dtype=np.float64))
+    if plan.process is not None:
+        ends, scores = zip(*(step_borders(scored, e.attempt) for e in scored.episodes), strict=True)
+        advantages = token_advantages(
+            advantages, ends, scores, form=plan.process.form, weight=plan.process.weight
+        )
     samples, is_branch = build_samples(scored, advantages), scored.task.pivot is not None
     return ReadyGroup(
         group=scored.group,

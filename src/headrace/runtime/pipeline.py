@@ -2,7 +2,7 @@
 
     loop            waits for                                 unblocked by
     admission       a free slot                               a landed update or a dropped group
-    group (many)    engines, then the scorer                  their answers
+    group (many)    engines, then scores                      their answers, or the scores' deadlines
     training        a batch the staleness policy allows       a scored group; a straggler that ended
     landing         every engine to apply the new weights     the engines, between two forward passes
 
@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import CheckpointError, DeadlineError
-from headrace.protocols import Cluster, Engine, Environment, Scorer, Sink, TaskSource
+from headrace.protocols import (
+    Cluster,
+    Engine,
+    Environment,
+    Scorer,
+    ScoreSource,
+    Sink,
+    StepScorer,
+    TaskSource,
+)
 from headrace.runtime.batches import describe, make_batch
 from headrace.runtime.branching import Branching
 from headrace.runtime.buffer import ReadyGroup, RolloutBuffer
@@ -29,10 +38,14 @@ from headrace.runtime.checkpoint import CheckpointStore, recover
 from headrace.runtime.drops import DropWatch
 from headrace.runtime.groups import GroupRunner, ready_group
 from headrace.runtime.journal import Journal, Record
+from headrace.runtime.outcome import OutcomeSource
 from headrace.runtime.plan import RunPlan
+from headrace.runtime.process_rewards import ProcessRewards
 from headrace.runtime.reference import ReferencePolicy
 from headrace.runtime.report import Reporter
 from headrace.runtime.router import Router
+from headrace.runtime.scoring_meter import ScoringMeter
+from headrace.runtime.scoring_stage import ScoringStage
 from headrace.runtime.slots import Slots
 from headrace.runtime.state import RunState
 from headrace.runtime.supervisor import Supervisor
@@ -56,11 +69,14 @@ class Pipeline:
         sink: Sink,
         reference: Engine | None = None,
         teachers: Teachers | None = None,
+        sources: Sequence[ScoreSource] = (),
+        process: StepScorer | None = None,
         own_status: Callable[[], RoleStatus] | None = None,
     ) -> None:
         """``reference``: an engine with the starting weights, which computes their log-probabilities (None: the
-        trainer does, where it needs them). ``teachers``: who is imitated (None: nobody). ``own_status`` tells where the
-        controller's own time went; None: it is not metered."""
+        trainer does, where it needs them). ``teachers``: who is imitated (None: nobody). ``sources`` score attempts
+        beside these and ``scorer``. ``process`` judges their steps, as the plan says (None: nobody does).
+        ``own_status`` tells where the controller's own time went; None: it is not metered."""
         self._plan = plan
         self._supervisor = Supervisor()
         self._cluster = cluster
@@ -82,13 +98,22 @@ class Pipeline:
         )
         self._slots = Slots(plan.capacity)
         self._buffer = RolloutBuffer(plan, self._unfinished, lambda group: self.state.live(group).is_branch)
+        meter = ScoringMeter(asyncio.get_running_loop().time)
+        steps = self._process_rewards(process, meter)
+        asked: list[ScoreSource] = [] if teachers is None else [teachers]
+        outcome = OutcomeSource(scorer, concurrency=plan.capacity)
+        self._scoring = ScoringStage(
+            [outcome, *self._references(reference), *asked, *sources, *([] if steps is None else [steps])],
+            meter=meter,
+            record=self._record,
+            warn=lambda text: sink.emit("warning", {"text": text}),
+        )
         self._runner = GroupRunner(
             plan,
             router=Router(cluster.engines),
             environment=environment,
-            scorer=scorer,
-            reference=None if reference is None else ReferencePolicy(reference, deadline_s=plan.stall_s),
-            teachers=teachers,
+            scoring=self._scoring,
+            process=steps,
             record=self._record,
             on_returns=lambda *scored: self._branching.scored(*scored),
             on_ready=self._ready,
@@ -106,8 +131,18 @@ class Pipeline:
             wanted=lambda: not self._stop.is_set() and self._more_wanted(),
         )
         self._teachers = teachers
-        scoring = (() if reference is None else (reference,)) + (() if teachers is None else teachers.engines)
-        self._report = Reporter(self.state, cluster, sink, own_status, scoring=scoring)
+        only_scoring = (() if reference is None else (reference,)) + (
+            () if teachers is None else teachers.engines
+        )
+        self._report = Reporter(
+            self.state,
+            cluster,
+            sink,
+            own_status,
+            only_scoring=only_scoring,
+            scoring=self._scoring.status,
+            process=process,
+        )
         self._landings: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._drops = DropWatch(error_budget=plan.error_budget, groups_per_step=plan.groups_per_step)
@@ -306,6 +341,16 @@ class Pipeline:
         (self._branching.slots if is_branch else self._slots).release((group,))
         self._branching.ended(group)
         return is_branch
+
+    def _references(self, engine: Engine | None) -> list[ScoreSource]:
+        return [] if engine is None else [ReferencePolicy(engine, deadline_s=self._plan.stall_s)]
+
+    def _process_rewards(self, scorer: StepScorer | None, meter: ScoringMeter) -> ProcessRewards | None:
+        if scorer is None or self._plan.process is None:
+            return None
+        return ProcessRewards(
+            scorer, self._plan.process, live=self.state.live, meter=meter, record=self._record
+        )
 
     def _unfinished(self) -> dict[int, int]:
         return {g: live.version for g, live in self.state.groups.items() if live.scored is None}

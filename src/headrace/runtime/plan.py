@@ -6,8 +6,23 @@ from dataclasses import dataclass
 
 from headrace.algos.pivots import PivotRule
 from headrace.data.routing import RouterShape
+from headrace.data.steps import StepRule
 from headrace.runtime.staleness import StalenessPolicy
 from headrace.types import InterruptMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPlan:
+    """How steps are judged, and what their scores do."""
+
+    rule: StepRule
+    form: str = "potential"
+    """A name in ``algos.process.FORMS``."""
+    weight: float = 1.0
+    deadline_s: float = 30.0
+    """Seconds after a group's last attempt at which it is trained on its outcome alone."""
+    abort_below: float | None = None
+    """Attempts with two steps in a row below this are sampled no further; None: all are sampled to their end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +58,8 @@ class RunPlan:
     """A run in which nothing moves for this long is stopped, and says what it waited for."""
     error_budget: float = 0.1
     """Share of admitted groups that may fail before the run stops."""
+    process: ProcessPlan | None = None
+    """None: attempts are judged by their outcome alone."""
     routers: RouterShape | None = None
     """What recorded routes must fit; None: not known here, and only what a record says of itself is checked."""
     pivots: PivotRule | None = None

@@ -23,7 +23,8 @@ from headrace.data import completions
 from headrace.errors import ConfigError
 from headrace.runtime.checkpoint import STATE_FILE
 from headrace.runtime.journal import salvage, segment_path, segment_steps
-from headrace.types import Completion, Episode, Task, Trajectory, Turn
+from headrace.runtime.state import REFERENCE
+from headrace.types import Completion, Episode, ScoreColumn, Task, Trajectory, Turn
 
 _UNDECODABLE = (ValueError, KeyError, TypeError, IndexError, struct.error, json.JSONDecodeError)
 
@@ -76,6 +77,8 @@ class RecordedGroup:
     attempts: dict[int, RecordedAttempt] = field(default_factory=dict)
     ended: str = "generating"
     ref_logprobs: tuple[np.ndarray, ...] | None = None
+    reference: dict[int, tuple[np.ndarray, ...]] = field(default_factory=dict)
+    """By attempt, what the reference said of its samples before the group was scored."""
 
     def attempt(self, number: int) -> RecordedAttempt:
         return self.attempts.setdefault(number, RecordedAttempt())
@@ -121,6 +124,10 @@ class Recording:
                 verb = "training in" if kind == "take" else "trained in"
                 self.group(number).ended = f"{verb} step {record['step']}"
             return
+        if kind == "scores":
+            for column in record["columns"]:
+                _add_column(self.group(column.group), column)
+            return
         group = self.group(record["group"])
         if kind == "admit":
             group.task, group.version = record["task"], record["version"]
@@ -147,6 +154,8 @@ class Recording:
             episodes = live["episodes"].values() if scored is None else scored.episodes
             for episode in episodes:
                 _add_episode(group.attempt(episode.attempt), episode)
+            for column in [c for by_attempt in live["columns"].values() for c in by_attempt.values()]:
+                _add_column(group, column)
             if scored is not None:
                 group.ended, group.ref_logprobs = "buffered", scored.ref_logprobs
                 for episode, total in zip(scored.episodes, scored.returns, strict=True):
@@ -172,13 +181,20 @@ def _add_to_attempt(attempt: RecordedAttempt, record: dict[str, Any]) -> None:
         raise ValueError(f"a record of the unknown kind {kind!r}")
 
 
+def _add_column(group: RecordedGroup, column: ScoreColumn) -> None:
+    attempt = group.attempt(column.attempt)
+    if column.rewards:
+        attempt.rewards = {**(attempt.rewards or {}), **column.rewards}
+    if column.source == REFERENCE and column.logprobs is not None:
+        group.reference[column.attempt] = column.logprobs
+
+
 def _add_scores(group: RecordedGroup, record: dict[str, Any]) -> None:
     group.ended = "buffered"
-    references = record.get("ref_logprobs")
-    group.ref_logprobs = None if references is None else tuple(references)
-    for number, (rewards, total) in enumerate(zip(record["rewards"], record["returns"], strict=True)):
-        attempt = group.attempt(number)
-        attempt.rewards, attempt.total = rewards, total
+    if group.reference:
+        group.ref_logprobs = tuple([row for a in sorted(group.reference) for row in group.reference[a]])
+    for number, total in enumerate(record["returns"]):
+        group.attempt(number).total = total
 
 
 def _add_episode(attempt: RecordedAttempt, episode: Episode) -> None:

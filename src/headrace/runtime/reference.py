@@ -1,8 +1,9 @@
 """The starting policy as an engine of its own, which never gets new weights.
 
-In: the finished episodes of a group. Out: the log-probabilities of every token its samples will have, at the
-temperatures they were sampled with and over the same kept sets. It is asked beside generation and training, one
-group at a time, so the engines that sample are never waited for.
+In: finished episodes, as a source of the scoring stage. Out: the log-probabilities of every token their samples will
+have, at the temperatures they were sampled with and over the same kept sets. It is asked about each attempt as it
+ends, one at a time, beside generation and training. A loss that needs the reference cannot do without: an engine that
+does not answer ends the run.
 """
 
 from __future__ import annotations
@@ -15,26 +16,43 @@ import numpy as np
 from headrace.data.samples import sequence_masks, sequences
 from headrace.errors import RoleError
 from headrace.protocols import Engine
-from headrace.types import Episode, SamplingMask
+from headrace.runtime.state import REFERENCE
+from headrace.types import Episode, SamplingMask, ScoreColumn, Task
 
 
 class ReferencePolicy:
+    name = REFERENCE
+    required = True
+    per_attempt = True
+    concurrency = 1
+    # A question has a deadline of its own, after which the run ends.
+    deadline_s: float | None = None
+
     def __init__(self, engine: Engine, *, deadline_s: float) -> None:
         self._engine = engine
         self._deadline_s = deadline_s
-        self._asking = asyncio.Lock()
+
+    async def score(self, task: Task, episodes: Sequence[Episode]) -> list[ScoreColumn]:
+        return [
+            ScoreColumn(
+                source=self.name,
+                group=episode.group,
+                attempt=episode.attempt,
+                logprobs=await self.logprobs(episode.group, [episode]),
+            )
+            for episode in episodes
+        ]
 
     async def logprobs(self, group: int, episodes: Sequence[Episode]) -> tuple[np.ndarray, ...]:
         """float32 [T] of each sample, in the order of ``build_samples``. Raises RoleError when the engine does
         not answer: nothing else can take its place."""
         asked, masks = sequences(episodes), sequence_masks(episodes)
         answers: dict[int, np.ndarray] = {}
-        async with self._asking:
-            for temperature in sorted({temperature for _, temperature in asked}):
-                places = [i for i, (_, its) in enumerate(asked) if its == temperature]
-                token_ids, kept = [asked[i][0] for i in places], [masks[i] for i in places]
-                scored = await self._score(token_ids, kept, temperature, group)
-                answers.update(zip(places, scored, strict=True))
+        for temperature in sorted({temperature for _, temperature in asked}):
+            places = [i for i, (_, its) in enumerate(asked) if its == temperature]
+            token_ids, kept = [asked[i][0] for i in places], [masks[i] for i in places]
+            scored = await self._score(token_ids, kept, temperature, group)
+            answers.update(zip(places, scored, strict=True))
         return tuple(answers[i] for i in range(len(asked)))
 
     async def _score(

@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from headrace.protocols import Cluster, Engine, Sink
+from headrace.errors import RoleError
+from headrace.protocols import Cluster, Engine, Sink, StepScorer
 from headrace.runtime.state import RunState
 from headrace.types import RoleStatus, StepResult
+
+PROCESS_STATUS_S = 2.0
+"""How long a report waits for a role that the run can do without."""
 
 
 class Reporter:
@@ -20,14 +24,19 @@ class Reporter:
         sink: Sink,
         own_status: Callable[[], RoleStatus] | None,
         *,
-        scoring: Sequence[Engine] = (),
+        only_scoring: Sequence[Engine] = (),
+        scoring: Callable[[], RoleStatus] | None = None,
+        process: StepScorer | None = None,
     ) -> None:
-        """``scoring``: engines beside those of the cluster, which only score."""
+        """``only_scoring``: engines beside those of the cluster. ``scoring`` tells where the scoring stage's time went;
+        None: nobody asks. ``process`` may hang or die without ending the run: what it said last stands."""
         self._state = state
         self._cluster = cluster
         self._sink = sink
-        self._own_status = own_status
-        self._engines = (*cluster.engines, *scoring)
+        self._process = process
+        self._process_said: list[RoleStatus] = []
+        self._own = [status for status in (scoring, own_status) if status is not None]
+        self._engines = (*cluster.engines, *only_scoring)
         self._clock = asyncio.get_running_loop().time
         self._since = self._clock()
         self._trained_tokens = 0
@@ -35,7 +44,18 @@ class Reporter:
     async def statuses(self) -> list[RoleStatus]:
         calls = [engine.status() for engine in self._engines]
         statuses = await asyncio.gather(*calls, self._cluster.trainer.status())
-        return [*statuses, self._own_status()] if self._own_status is not None else list(statuses)
+        return [*statuses, *await self._process_status(), *(status() for status in self._own)]
+
+    async def _process_status(self) -> list[RoleStatus]:
+        if self._process is None:
+            return []
+        try:
+            async with asyncio.timeout(PROCESS_STATUS_S):
+                self._process_said = [await self._process.status()]
+        except (RoleError, TimeoutError):
+            # Its own calls are counted as missing scores, with the reason.
+            pass
+        return self._process_said
 
     def start(self) -> None:
         """Speed is counted from here."""
@@ -64,4 +84,9 @@ class Reporter:
         )
 
     def ledger(self) -> dict[str, Any]:
-        return {"attempts": self._state.ledger.attempts(), "tokens_by_state": self._state.ledger.tokens()}
+        return {
+            "attempts": self._state.ledger.attempts(),
+            "tokens_by_state": self._state.ledger.tokens(),
+            "missing_scores": dict(self._state.missing_scores),
+            "given_up": self._state.num_given_up,
+        }

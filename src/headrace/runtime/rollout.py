@@ -22,6 +22,7 @@ from headrace.errors import RecordError, TaskError
 from headrace.protocols import Engine, Environment
 from headrace.runtime.journal import Record
 from headrace.runtime.pivots import request_id
+from headrace.runtime.process_rewards import StepWatch
 from headrace.runtime.router import Router
 from headrace.runtime.state import LiveGroup
 from headrace.types import Completion, ForkPoint, Request, Sampling, Trajectory, Turn
@@ -43,17 +44,20 @@ class RolloutClient:
         record: Callable[[Record], None],
         seed: int,
         stopping: Callable[[], bool],
+        watch: StepWatch | None = None,
         routers: RouterShape | None = None,
         hold_s: float = 0.0,
     ) -> None:
-        """``stopping`` turns true when the group is to end without finishing. ``routers``: of the model that
-        samples; None: not known. What it computes is held for ``hold_s`` afterwards, for others to branch off."""
+        """``stopping`` turns true when the group is to end without finishing. ``watch`` is shown every token and may
+        end the attempt early; None: nobody looks before the end. ``routers``: of the model that samples; None: not
+        known. What it computes is held for ``hold_s`` afterwards, for others to branch off."""
         self._live = live
         self._attempt = attempt
         self._router = router
         self._record = record
         self._seed = seed
         self._stopping = stopping
+        self._watch = watch
         self._routers = routers
         self._hold_s = hold_s
         self._next_turn = 0
@@ -80,13 +84,13 @@ class RolloutClient:
         if fault:
             # The tokens were sampled and count, and the fault ends this group alone.
             self._journal(number, replace(completion, routing=None))
-            raise RecordError(f"request {request.id} on {engine.name}: {fault}")
+            raise RecordError(f"request {request.id} on {engine}: {fault}")
         turn = Turn(
             prompt_ids=prompt_ids,
             completion=self._news(completion),
             sampling=sampling,
             seed=request.seed,
-            engine=engine.name,
+            engine=engine,
         )
         self._write("turn", number, value=turn)
         return self._finished[number]
@@ -115,22 +119,36 @@ class RolloutClient:
             )
         return pivot.fork
 
-    async def _generate(self, request: Request, number: int) -> tuple[Completion, Engine]:
-        """Until the completion is finished, whatever interrupts it."""
+    async def _generate(self, request: Request, number: int) -> tuple[Completion, str]:
+        """Until the completion is finished, whatever interrupts it, or is given up; with the last engine's name."""
+        name, prompt_ids = "", request.prompt_ids
         while not self._stopping():
+            if self._watch is not None and self._watch.gave_up:
+                return self._unfinished or completions.EMPTY, name
             engine = self._router.lease(self._live.group, request.id)
+            name = engine.name
+            self._show(engine, request.id)
             try:
-                completion = await engine.generate(request, lambda c: self._journal(number, c))
+                completion = await engine.generate(request, lambda c: self._grew(number, prompt_ids, c))
             except asyncio.CancelledError:
                 await engine.abort((request.id,))
                 raise
             finally:
                 self._router.release(self._live.group, request.id)
             if completion.finish_reason != "abort":
-                return completion, engine
+                return completion, name
             self._journal(number, completion)
             request = replace(request, prefix=self._unfinished)
         raise Interrupted
+
+    def _show(self, engine: Engine, request_id: str) -> None:
+        if self._watch is not None:
+            self._watch.abort = lambda: engine.abort((request_id,))
+
+    def _grew(self, number: int, prompt_ids: np.ndarray, so_far: Completion) -> None:
+        self._journal(number, so_far)
+        if self._watch is not None:
+            self._watch.grew(prompt_ids, so_far)
 
     def _journal(self, number: int, so_far: Completion) -> None:
         news = self._news(so_far)

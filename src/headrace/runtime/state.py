@@ -9,9 +9,9 @@ killed controller knew is what its successor reads back. The record kinds:
                                                    only what ``tokens`` records have not said yet
     episode  {group, attempt, trajectories}        an attempt is finished; a trajectory is a list of its turns
                                                    by number, text, policy and trainable
-    scored   {group, rewards, returns}             the group waits for its batch; ``ref_logprobs`` of its samples
-                                                   are with it where an engine computes them, and so is what a
-                                                   ``teacher`` says of them
+    scores   {columns}                             a source has said something of these attempts
+    scored   {group, returns, missing}             the group waits for its batch; ``missing`` lists what it goes
+                                                   without, as (source, attempt, why)
     pivots   {tasks, room}                         points inside failed attempts of a group, for branch groups
     explored {depth, success}                      how a branch group that began at this depth ended
     drop     {group, reason, detail}               a group ends untrained
@@ -24,11 +24,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from headrace.data import completions
 from headrace.errors import InvariantError
 from headrace.runtime.ledger import AttemptLedger
 from headrace.runtime.pivots import PivotMemory
-from headrace.types import Completion, Episode, EpisodeGroup, Task, Trajectory, Turn
+from headrace.types import (
+    Completion,
+    Episode,
+    EpisodeGroup,
+    ScoreColumn,
+    Task,
+    TeacherScores,
+    Trajectory,
+    Turn,
+)
+
+REFERENCE = "reference"
+"""The source whose log-probabilities become those of the reference policy."""
+TEACHER = "teacher"
+"""The source that is imitated."""
 
 
 @dataclass(slots=True)
@@ -45,12 +61,19 @@ class LiveGroup:
     unfinished: dict[int, Completion] = field(default_factory=dict)
     """What the running turn of an attempt has sampled so far."""
     episodes: dict[int, Episode] = field(default_factory=dict)
+    columns: dict[str, dict[int, ScoreColumn]] = field(default_factory=dict)
+    """What has been said of its attempts, by source and attempt."""
     scored: EpisodeGroup | None = None
 
     @property
     def is_branch(self) -> bool:
         """Its attempts go on from a pivot inside an earlier one."""
         return self.task.pivot is not None
+
+    def rewards(self, attempt: int) -> dict[str, float | None]:
+        """What all sources together give the attempt as a whole."""
+        said = [self.columns[source].get(attempt) for source in sorted(self.columns)]
+        return {name: value for column in said if column for name, value in column.rewards.items()}
 
 
 @dataclass(slots=True)
@@ -64,6 +87,10 @@ class RunState:
     pivots: PivotMemory = field(default_factory=PivotMemory)
     ledger: AttemptLedger = field(default_factory=AttemptLedger)
     groups: dict[int, LiveGroup] = field(default_factory=dict)
+    missing_scores: dict[str, int] = field(default_factory=dict)
+    """Scores that attempts went without, by ``<source>: <why>``."""
+    num_given_up: int = 0
+    """Attempts that were ended early because their steps looked hopeless."""
     progress: int = 0
     """Records applied; a run that is alive moves it."""
 
@@ -85,6 +112,8 @@ class RunState:
             "next_group": self.next_group,
             "num_trained_groups": self.num_trained_groups,
             "pivots": self.pivots.snapshot(),
+            "missing_scores": dict(self.missing_scores),
+            "num_given_up": self.num_given_up,
             "ledger": self.ledger.snapshot(),
             "groups": [
                 {name: getattr(group, name) for name in LiveGroup.__dataclass_fields__}
@@ -146,6 +175,7 @@ def _episode(state: RunState, r: dict[str, Any]) -> None:
     live, attempt = state.live(r["group"]), r["attempt"]
     state.ledger.move(live.group, (attempt,), "generating", "scoring")
     turns = live.turns.get(attempt, [])
+    state.num_given_up += any(turn.completion.finish_reason == "abort" for turn in turns)
     trajectories = tuple(
         Trajectory(turns=tuple([turns[i] for i in numbers]), text=text, policy=policy, trainable=trainable)
         for numbers, text, policy, trainable in r["trajectories"]
@@ -155,23 +185,60 @@ def _episode(state: RunState, r: dict[str, Any]) -> None:
     )
 
 
+def _scores(state: RunState, r: dict[str, Any]) -> None:
+    for column in r["columns"]:
+        of_source = state.live(column.group).columns.setdefault(column.source, {})
+        known = of_source.get(column.attempt)
+        of_source[column.attempt] = column if known is None else _continued(known, column)
+
+
+def _continued(known: ScoreColumn, more: ScoreColumn) -> ScoreColumn:
+    """Steps are told as they end; anything else is said once."""
+    if known.step_ends is None or more.step_ends is None:
+        raise InvariantError(f"{more.source} scored attempt {(more.group, more.attempt)} twice")
+    assert known.step_scores is not None and more.step_scores is not None
+    return replace(
+        known,
+        step_ends=np.concatenate([known.step_ends, more.step_ends]),
+        step_scores=np.concatenate([known.step_scores, more.step_scores]),
+    )
+
+
 def _scored(state: RunState, r: dict[str, Any]) -> None:
     live = state.live(r["group"])
     state.ledger.move(live.group, range(live.num_attempts), "scoring", "buffered")
     episodes = tuple(
-        _with_rewards(live.episodes[attempt], r["rewards"][attempt]) for attempt in range(live.num_attempts)
+        _with_rewards(live.episodes[attempt], live.rewards(attempt)) for attempt in range(live.num_attempts)
     )
-    references = r.get("ref_logprobs")
+    references = live.columns.pop(REFERENCE, None)
+    taught = live.columns.pop(TEACHER, None)
+    columns = [of_source[a] for _, of_source in sorted(live.columns.items()) for a in sorted(of_source)]
     live.scored = EpisodeGroup(
         group=live.group,
         task=live.task,
         episodes=episodes,
         returns=tuple(r["returns"]),
-        ref_logprobs=None if references is None else tuple(references),
-        teacher=None if r.get("teacher") is None else tuple(r["teacher"]),
+        ref_logprobs=None if references is None else _of_samples(references),
+        teacher=None if taught is None else _taught(taught),
+        # Rewards are with the episodes.
+        scores=tuple([c for c in columns if c.step_ends is not None or c.logprobs is not None]),
     )
+    for source, _, why in r["missing"]:
+        name = f"{source}: {why}"
+        state.missing_scores[name] = state.missing_scores.get(name, 0) + 1
     # The scored group holds the episodes; keeping them twice would double the checkpoint.
-    live.turns, live.episodes = {}, {}
+    live.turns, live.episodes, live.columns = {}, {}, {}
+
+
+def _taught(columns: dict[int, ScoreColumn]) -> tuple[TeacherScores, ...] | None:
+    """As ``_of_samples``; None: the task has no teacher."""
+    said = [columns[attempt].teacher for attempt in sorted(columns)]
+    return None if None in said else tuple([scores for of_attempt in said for scores in of_attempt or ()])
+
+
+def _of_samples(columns: dict[int, ScoreColumn]) -> tuple[np.ndarray, ...]:
+    """In the order of a group's samples, which is that of its attempts."""
+    return tuple([logprobs for attempt in sorted(columns) for logprobs in columns[attempt].logprobs or ()])
 
 
 def _with_rewards(episode: Episode, rewards: dict[str, float | None]) -> Episode:
@@ -220,6 +287,7 @@ _HANDLERS = {
     "tokens": _tokens,
     "turn": _turn,
     "episode": _episode,
+    "scores": _scores,
     "scored": _scored,
     "pivots": _pivots,
     "explored": _explored,

@@ -24,7 +24,8 @@ from headrace.data.samples import sequences
 from headrace.errors import ModelError, RoleError, TaskError
 from headrace.protocols import Engine
 from headrace.runtime.snapshots import DelayedWeights
-from headrace.types import Episode, TeacherScores, WeightManifest
+from headrace.runtime.state import TEACHER
+from headrace.types import Episode, ScoreColumn, Task, TeacherScores, WeightManifest
 
 COLUMN = "teacher"
 """Of a task: who is to be imitated."""
@@ -46,6 +47,15 @@ class Teacher:
 
 
 class Teachers:
+    """A source of the scoring stage, which asks about a group when all its attempts have ended."""
+
+    name = TEACHER
+    required = True
+    per_attempt = False
+    concurrency = 2**31
+    # A question has a deadline of its own, after which the run ends; teachers are asked one group at a time.
+    deadline_s: float | None = None
+
     def __init__(
         self,
         teachers: Mapping[str, Teacher],
@@ -80,6 +90,22 @@ class Teachers:
                 answers.update(zip(places, scored, strict=True))
             version = teacher.version
         return tuple(replace(answers[i], teacher=name, version=version) for i in range(len(asked)))
+
+    async def score(self, task: Task, episodes: Sequence[Episode]) -> list[ScoreColumn]:
+        scored = await self.scores(episodes[0].group, episodes)
+        columns, first = [], 0
+        for episode in episodes:
+            last = first + len(sequences([episode]))
+            columns.append(
+                ScoreColumn(
+                    source=self.name,
+                    group=episode.group,
+                    attempt=episode.attempt,
+                    teacher=None if scored is None else scored[first:last],
+                )
+            )
+            first = last
+        return columns
 
     async def landed(self, manifest: WeightManifest) -> list[int]:
         """The policy's engines have these weights. Returns the versions whose bytes no teacher needs."""

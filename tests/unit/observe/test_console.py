@@ -234,6 +234,20 @@ def test_summary_as_dict_is_json_and_counts_goodput_of_this_run_only() -> None:
     assert summary["verdict"]["bottleneck"] == "trainer"
 
 
+def test_summary_says_how_far_scoring_stayed_out_of_the_way() -> None:
+    progress = Progress(clock=Clock())
+    feed(progress)
+    assert "hidden behind" not in summarise(progress).as_text()
+    seconds = {"scoring-hidden": 9.5, "scoring-exposed": 0.5, "idle-no-work": 10.0}
+    role = {"role": "scoring", "version": 0, "progress": 0, "seconds": seconds, "counters": {}}
+    progress.emit("run.end", {"roles": [role], "missing_scores": {"process: late": 3}, "given_up": 2})
+    lines = summarise(progress).as_text().splitlines()
+    assert (
+        "scoring  95.0% of 10.0 s hidden behind generation; 2 attempts given up early; "
+        "3 scores missing (process: late)"
+    ) in lines
+
+
 def test_summary_of_a_run_that_never_stepped() -> None:
     text = summarise(Progress(clock=Clock())).as_text()
     assert text.splitlines()[0] == "0 steps in 0.0 s"

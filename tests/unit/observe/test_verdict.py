@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.verdict import drop_shares, goodput, idle_share, judge, percentages, shares
+from headrace.observe.verdict import (
+    drop_shares,
+    goodput,
+    hidden_share,
+    idle_share,
+    judge,
+    percentages,
+    shares,
+)
 from headrace.types import RoleStatus
 
 SECONDS = st.dictionaries(
@@ -132,3 +140,8 @@ def test_a_controller_that_works_most_of_the_time_is_named() -> None:
     idle = [engine(idle=0.5), trainer(idle=0.5)]
     assert judge([*idle, role("controller", working=30, waiting=70)], {}).bottleneck == "lag"
     assert judge([*idle, role("controller", working=70, waiting=30)], {}).bottleneck == "controller"
+
+
+def test_the_hidden_share_is_of_the_time_that_went_into_scores():
+    assert hidden_share({"scoring-hidden": 9.0, "scoring-exposed": 1.0, "idle-no-work": 90.0}) == 0.9
+    assert hidden_share({"idle-no-work": 5.0}) == 1.0

@@ -98,6 +98,8 @@ def make_pipeline(
     scorer: Any = None,
     sink: Any = None,
     reference: Any = None,
+    sources: Sequence[Any] = (),
+    process: Any = None,
     teachers: Any = None,
     tasks: Any = None,
 ) -> Pipeline:
@@ -114,5 +116,7 @@ def make_pipeline(
         run_dir=run_dir,
         sink=sink or MemorySink(),
         reference=reference,
+        sources=sources,
+        process=process,
         teachers=teachers,
     )

@@ -20,7 +20,7 @@ from headrace.runtime.checkpoint import CheckpointStore, recover
 from headrace.runtime.journal import Journal, salvage, segment_path
 from headrace.runtime.recording import read_recording
 from headrace.runtime.state import RunState
-from headrace.types import Completion, Routing, Sampling, SamplingMask, Task, Turn
+from headrace.types import Completion, Routing, Sampling, SamplingMask, ScoreColumn, Task, Turn
 
 
 def some_turn(rng: np.random.Generator, *, cut: bool, routed: bool, prompt_ids: np.ndarray) -> Turn:
@@ -80,7 +80,11 @@ def journalled(rng, journal, state, group: int, turns: list[list[Turn]], checkpo
         told = [[list(range(len(given_turns))), f"text {attempt}", "policy", True]]
         write({"kind": "episode", "group": group, "attempt": attempt, "trajectories": told})
     rewards = [{"exact": float(attempt)} for attempt in range(len(turns))]
-    write({"kind": "scored", "group": group, "rewards": rewards, "returns": [r["exact"] for r in rewards]})
+    columns = [
+        ScoreColumn(source="outcome", group=group, attempt=a, rewards=r) for a, r in enumerate(rewards)
+    ]
+    write({"kind": "scores", "columns": columns})
+    write({"kind": "scored", "group": group, "returns": [r["exact"] for r in rewards], "missing": []})
 
 
 def piece(done: Completion, num_prompt: int, end: int) -> Completion:

@@ -126,7 +126,7 @@ def test_a_group_that_is_too_old_when_it_is_adopted_is_dropped_though_it_was_sco
         pipeline = make_pipeline(
             tmp_path, make_plan(max_lag=3, staleness="drop"), scorer=HangingScorer(), sink=MemorySink()
         )
-        asyncio.get_running_loop().call_later(0.5, pipeline.request_stop)
+        asyncio.get_running_loop().call_later(0.3, pipeline.request_stop)
         return await pipeline.run()
 
     state = virtual_clock.run(first_life())

@@ -1,0 +1,180 @@
+"""Scores, as a stage of their own between rollout and buffer.
+
+    waits for                            unblocked by
+    question: a place at its source      a question before it that ends, or is given up
+    settle: every source's columns       answers, or the source's deadline
+
+In: attempts as they end, then their group. Out: score columns in the journal, and a list of what the group has
+to go without. A source is asked about each attempt, or each group, once: what the journal holds is never asked for
+again. Its queue is bounded by the slots of admission, since every attempt has one question a source in it.
+Nothing here is awaited by an engine or the trainer, and no group is held longer than its sources' deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.data.steps import is_whole
+from headrace.errors import CheckpointError, DeadlineError, InvariantError, RoleError
+from headrace.protocols import ScoreSource
+from headrace.runtime.journal import Record
+from headrace.runtime.scoring_meter import ScoringMeter
+from headrace.runtime.state import LiveGroup
+from headrace.types import RoleStatus, ScoreColumn
+
+Missing = tuple[str, int, str]
+"""(source, attempt, why): ``late``, ``dead``, ``invalid`` or ``failed``."""
+_Questions = dict[tuple[int, ...], asyncio.Task[None]]
+
+
+class InvalidScore(Exception):
+    """A source answered with something that is not a score."""
+
+
+class ScoringStage:
+    def __init__(
+        self,
+        sources: Sequence[ScoreSource],
+        *,
+        meter: ScoringMeter,
+        record: Callable[[Record], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        """``warn`` is told of the first score of each source that is missing for a reason, in words."""
+        names = [source.name for source in sources]
+        assert len(set(names)) == len(names), f"two score sources share a name: {names}"
+        self._sources = tuple(sources)
+        self._record = record
+        self._warn = warn
+        self._places = {source.name: asyncio.Semaphore(source.concurrency) for source in sources}
+        self._asked: dict[tuple[int, str], _Questions] = {}
+        """By group and source, questions by the attempts they are about."""
+        self._counts: Counter[str] = Counter()
+        self.meter = meter
+
+    def attempt_ended(self, live: LiveGroup, attempt: int) -> None:
+        """Ask what can be asked now."""
+        for source in self._sources:
+            if source.per_attempt and not _is_known(source, live, attempt):
+                self._ask(source, live, (attempt,))
+
+    async def settle(self, live: LiveGroup) -> list[Missing]:
+        """Returns when every source has spoken of every attempt of a finished group, or has been given up; says what
+        is missing. Raises the fault of a required source."""
+        for source in self._sources:
+            unknown = [a for a in range(live.num_attempts) if not _is_known(source, live, a)]
+            for attempts in [(a,) for a in unknown] if source.per_attempt else [tuple(unknown)]:
+                if attempts:
+                    self._ask(source, live, attempts)
+        try:
+            with self.meter.holding():
+                waits = [self._answers(source, live.group) for source in self._sources]
+                return [missing for found in await _all(waits) for missing in found]
+        finally:
+            self.forget(live.group)
+
+    def forget(self, group: int) -> None:
+        """Give up every question about a group that has ended."""
+        for source in self._sources:
+            for question in self._asked.pop((group, source.name), {}).values():
+                question.cancel()
+
+    def status(self) -> RoleStatus:
+        queued = sum(not q.done() for questions in self._asked.values() for q in questions.values())
+        return self.meter.status({"queued": queued, **self._counts})
+
+    def _ask(self, source: ScoreSource, live: LiveGroup, attempts: tuple[int, ...]) -> None:
+        questions = self._asked.setdefault((live.group, source.name), {})
+        if attempts in questions:
+            return
+        name = f"{source.name} of group {live.group}"
+        questions[attempts] = asyncio.create_task(self._question(source, live, attempts), name=name)
+        # Whoever settles the group sees the error; a group that ends before has no use for it.
+        questions[attempts].add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _question(self, source: ScoreSource, live: LiveGroup, attempts: tuple[int, ...]) -> None:
+        episodes = [live.episodes[attempt] for attempt in attempts]
+        async with self._places[source.name]:
+            with self.meter.asking(source.name):
+                columns = await source.score(live.task, episodes)
+        check_columns(source.name, live.group, attempts, columns)
+        self._record({"kind": "scores", "columns": list(columns)})
+
+    async def _answers(self, source: ScoreSource, group: int) -> list[Missing]:
+        questions = self._asked.get((group, source.name), {})
+        if not questions:
+            return []
+        how = asyncio.FIRST_EXCEPTION if source.required else asyncio.ALL_COMPLETED
+        done, late = await asyncio.wait(questions.values(), timeout=source.deadline_s, return_when=how)
+        faults = {
+            a: fault for a, q in questions.items() if q in done and (fault := q.exception()) is not None
+        }
+        if late and not (source.required and faults):
+            text = (
+                f"waited {source.deadline_s:g} s for {source.name} to score group {group}; give it more time"
+            )
+            faults |= {a: DeadlineError(text) for a, q in questions.items() if q in late}
+        for fault in faults.values():
+            if source.required or isinstance(fault, (InvariantError, CheckpointError)):
+                raise fault
+        return [(source.name, a, self._count(source, f)) for attempts, f in faults.items() for a in attempts]
+
+    def _count(self, source: ScoreSource, fault: BaseException) -> str:
+        why = _why(fault)
+        name = f"{source.name}_{why}"
+        self._counts[name] += 1
+        if self._counts[name] == 1:
+            self._warn(f"{source.name}: a score is missing ({why}): {fault}; the group is trained without it")
+        return why
+
+
+async def _all(waits: Iterable[Coroutine[Any, Any, list[Missing]]]) -> list[list[Missing]]:
+    """The answers of all; the first fault cancels the other waits."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def check_columns(source: str, group: int, attempts: Sequence[int], columns: Sequence[ScoreColumn]) -> None:
+    """Raise InvalidScore unless there is one whole, finite column for each attempt, in order."""
+    if len(columns) != len(attempts):
+        raise InvalidScore(
+            f"{source} gave {len(columns)} columns for {len(attempts)} attempts of group {group}"
+        )
+    for attempt, column in zip(attempts, columns, strict=True):
+        if (column.source, column.group, column.attempt) != (source, group, attempt):
+            wrong = f"{column.source} of {column.group}/{column.attempt}"
+            raise InvalidScore(f"{source} was asked about {group}/{attempt} and answered as {wrong}")
+        where = f"{source} of attempt {group}/{attempt}"
+        rewards = [value for value in column.rewards.values() if value is not None]
+        if not np.isfinite(rewards).all():
+            raise InvalidScore(f"{where}: a reward is not finite ({dict(column.rewards)})")
+        ends, scores = column.step_ends, column.step_scores
+        if ends is not None and (scores is None or len(scores) != len(ends)):
+            raise InvalidScore(
+                f"{where}: {0 if scores is None else len(scores)} scores for {len(ends)} steps"
+            )
+        for values in (*([] if scores is None else [scores]), *(column.logprobs or ())):
+            if not np.isfinite(values).all():
+                raise InvalidScore(f"{where}: a score is not finite")
+
+
+def _is_known(source: ScoreSource, live: LiveGroup, attempt: int) -> bool:
+    column = live.columns.get(source.name, {}).get(attempt)
+    return column is not None and is_whole(column, live.episodes[attempt].num_tokens)
+
+
+def _why(fault: BaseException) -> str:
+    if isinstance(fault, (DeadlineError, TimeoutError)):
+        return "late"
+    if isinstance(fault, RoleError):
+        return "dead"
+    return "invalid" if isinstance(fault, InvalidScore) else "failed"

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from headrace.errors import RewardError
+from headrace.scoring.process_scorer import ProcessScorer, StepFunction
+from headrace.types import StepQuestion, Task
+
+TASK = Task(id="7", prompt="p", columns={"answer": "bd"})
+IDS = np.array([0, 1, 2, 3, 4], np.int32)
+ENDS = np.array([3, 5])
+
+
+def letters(ids):
+    return "".join("abcdefgh"[i] for i in ids)
+
+
+def question(num_known=0, attempt="0/0"):
+    return StepQuestion(
+        attempt=attempt,
+        task=TASK,
+        token_ids=IDS,
+        num_prompt=1,
+        ends=ENDS,
+        num_known=num_known,
+        last=False,
+    )
+
+
+def ask(function, *, threaded=False, num_known=0):
+    async def main():
+        core = StepFunction(function, name="judge", decode=letters)
+        scorer = ProcessScorer(core, threaded=threaded)
+        scores = await scorer.score_steps(question(num_known))
+        return scores, await scorer.status()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_function_gets_what_it_declares_and_scores_every_step(threaded):
+    def judge(steps, answer, prompt):
+        assert (prompt, steps, answer) == ("a", ["bc", "de"], "bd")
+        return [float(len(step)) for step in steps]
+
+    scores, status = ask(judge, threaded=threaded)
+    assert scores.tolist() == [2.0, 2.0]
+    assert scores.dtype == np.float32
+    assert status.progress == 2
+    assert set(status.seconds) == {"loading", "working", "idle-no-work"}
+
+
+def test_what_is_known_is_left_out():
+    scores, _ = ask(lambda token_ids, ends: [token_ids[end - 1] for end in ends], num_known=1)
+    assert scores.tolist() == [4.0]
+
+
+def test_a_function_that_raises_or_wants_what_is_not_there_is_named():
+    def broken(steps):
+        raise KeyError("x")
+
+    with pytest.raises(RewardError, match=r"process failed on attempt 0/0: KeyError"):
+        ask(broken)
+    with pytest.raises(RewardError, match=r"judge asks for 'solution', which task 7 has not"):
+        ask(lambda solution: [0.0])
+
+
+def test_an_answer_of_the_wrong_length_keeps_it_for_whoever_counts():
+    scores, _ = ask(lambda steps: [0.0], num_known=0)
+    assert scores.shape == (1,)
+
+
+class Passes:
+    """Remembers what came together; the attempt ``bad`` is at fault."""
+
+    def __init__(self):
+        self.passes = []
+
+    def score(self, questions):
+        self.passes.append([q.attempt for q in questions])
+        return [ValueError("odd") if q.attempt == "bad" else np.zeros(2, np.float32) for q in questions]
+
+    def counters(self):
+        return {}
+
+
+def test_questions_that_wait_share_a_pass_and_a_fault_is_its_own():
+    async def main():
+        core = Passes()
+        scorer = ProcessScorer(core)
+        names = ["a", "bad", "c"]
+        return core.passes, await asyncio.gather(
+            *(scorer.score_steps(question(attempt=name)) for name in names), return_exceptions=True
+        )
+
+    passes, (first, second, third) = asyncio.run(main())
+    assert passes == [["a", "bad", "c"]]
+    assert first.shape == third.shape == (2,)
+    assert isinstance(second, RewardError)
+    assert "attempt bad: ValueError: odd" in str(second)
+
+
+def test_what_is_given_up_while_it_waits_is_not_computed():
+    async def main():
+        core = Passes()
+        scorer = ProcessScorer(core, threaded=False)
+        asked = [asyncio.create_task(scorer.score_steps(question(attempt=name))) for name in "ab"]
+        await asyncio.sleep(0)
+        asked[0].cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        return core.passes
+
+    assert asyncio.run(main()) == [["b"]]
