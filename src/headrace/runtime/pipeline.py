@@ -100,10 +100,10 @@ class Pipeline:
         self._buffer = RolloutBuffer(plan, self._unfinished, lambda group: self.state.live(group).is_branch)
         meter = ScoringMeter(asyncio.get_running_loop().time)
         steps = self._process_rewards(process, meter)
-        asked: list[ScoreSource] = [] if teachers is None else [teachers]
-        outcome = OutcomeSource(scorer, concurrency=plan.capacity)
+        references = [] if reference is None else [ReferencePolicy(reference, deadline_s=plan.stall_s)]
+        asked = [source for source in (*references, teachers, *sources, steps) if source is not None]
         self._scoring = ScoringStage(
-            [outcome, *self._references(reference), *asked, *sources, *([] if steps is None else [steps])],
+            [OutcomeSource(scorer, concurrency=plan.capacity), *asked],
             meter=meter,
             record=self._record,
             warn=lambda text: sink.emit("warning", {"text": text}),
@@ -120,26 +120,15 @@ class Pipeline:
             on_dropped=self._dropped,
             on_fatal=self._supervisor.fail,
         )
-        self._branching = Branching(
-            plan,
-            self.state,
-            record=self._record,
-            start=self._runner.start,
-            release=self._runner.release,
-            engines_version=lambda: self._sync.version,
-            next_version=lambda: self._buffer.next_version,
-            wanted=lambda: not self._stop.is_set() and self._more_wanted(),
-        )
+        self._branching = self._make_branching()
         self._teachers = teachers
-        only_scoring = (() if reference is None else (reference,)) + (
-            () if teachers is None else teachers.engines
-        )
+        engines = (reference, *(() if teachers is None else teachers.engines))
         self._report = Reporter(
             self.state,
             cluster,
             sink,
             own_status,
-            only_scoring=only_scoring,
+            only_scoring=[engine for engine in engines if engine is not None],
             scoring=self._scoring.status,
             process=process,
         )
@@ -342,8 +331,17 @@ class Pipeline:
         self._branching.ended(group)
         return is_branch
 
-    def _references(self, engine: Engine | None) -> list[ScoreSource]:
-        return [] if engine is None else [ReferencePolicy(engine, deadline_s=self._plan.stall_s)]
+    def _make_branching(self) -> Branching:
+        return Branching(
+            self._plan,
+            self.state,
+            record=self._record,
+            start=self._runner.start,
+            release=self._runner.release,
+            engines_version=lambda: self._sync.version,
+            next_version=lambda: self._buffer.next_version,
+            wanted=lambda: not self._stop.is_set() and self._more_wanted(),
+        )
 
     def _process_rewards(self, scorer: StepScorer | None, meter: ScoringMeter) -> ProcessRewards | None:
         if scorer is None or self._plan.process is None:

@@ -8,6 +8,7 @@ import torch
 
 from headrace.engines.make import torch_engine
 from headrace.errors import TaskError, WeightSyncError
+from headrace.models.float_residual import keep_float_residual
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.models.tensors import to_blobs
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
@@ -285,6 +286,7 @@ def test_requests_that_began_together_report_in_turns(make_engine, make_request)
 def test_logits_of_a_narrow_model_are_not_rounded(tiny_checkpoint):
     engine_model, model = (load_model(tiny_checkpoint, dtype="bfloat16") for _ in range(2))
     engine = torch_engine(engine_model, ledger=TimeLedger(ENGINE_ACTIVITIES))
+    keep_float_residual(model)
     tokens = np.arange(40) * 7 % 61
     (scored,) = engine.score([tokens])
     with torch.no_grad():
