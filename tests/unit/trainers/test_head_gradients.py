@@ -90,22 +90,19 @@ def plain_loss(model: Any, batch: TrainBatch, head: str) -> torch.Tensor:
 def test_over_two_rows_gradients_are_those_of_a_plain_forward(
     head, dtype, tied, make_model, make_batch, sender
 ):
-    # Inside every clip: the ratio itself is the loss.
-    batch = make_batch(num_samples=6)
-    batch = with_head(batch, head)
-    if dtype == "bf16":
-        # Both sides start from weights that bf16 can hold.
-        rounded = make_model(tied=tied).bfloat16().float()
-    else:
-        rounded = make_model(tied=tied)
+    batch = with_head(make_batch(num_samples=6), head)
+
+    def model_that_both_can_hold():
+        model = make_model(tied=tied)
+        return model.bfloat16().float() if dtype == "bf16" else model
+
+    rounded = model_that_both_can_hold()
     plain_loss(rounded, batch, head).backward()
     expected = {name: p.grad.clone() for name, p in rounded.named_parameters() if p.grad is not None}
 
-    model = make_model(tied=tied)
-    if dtype == "bf16":
-        model = model.bfloat16().float()
+    # No clip is ever reached: the ratio itself is the loss.
     trainer = TorchTrainer(
-        model, sender=sender, ledger=TimeLedger(TRAINER_ACTIVITIES), compute_dtype=dtype,
+        model_that_both_can_hold(), sender=sender, ledger=TimeLedger(TRAINER_ACTIVITIES), compute_dtype=dtype,
         row_tokens=max(sum(s.num_tokens for s in batch.samples) // 2, 1), loss="ppo", clip_low=0.999, clip_high=1e6,
         share_prefixes=False, guard="off",
         distillation=Distillation(divergence="forward") if head == "teacher" else None,
