@@ -333,14 +333,16 @@ class TorchTrainer:
             own_gradient=self._weights.head_master is None,
         )
         self.blocks.fit(num_tokens, reserved_bytes=self._weights.held_bytes + step_bytes)
+        distillation = self._options.distillation
+        compared = distillation is not None and distillation.compares
         records = []
         for index, row in enumerate(rows):
             self._weights.begin_row(is_last=index == len(rows) - 1)
             with self._balance or nullcontext():
-                policy = row_logprobs(self._weights, row)
+                policy = row_logprobs(self._weights, row, compared=compared)
             outcome = self._with_balance(self.objective(policy.sampled_N, row.inputs), row)
-            if self._options.distillation is not None:
-                outcome = self._options.distillation.added_to(outcome, policy, row)
+            if distillation is not None:
+                outcome = distillation.added_to(outcome, policy, row)
             outcome.loss.backward()
             if row.is_filler:
                 continue
