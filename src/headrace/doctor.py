@@ -20,6 +20,7 @@ from rich.table import Table
 
 from headrace import build, roles
 from headrace.config import Settings
+from headrace.data import masks
 from headrace.errors import HeadraceError
 from headrace.types import (
     NO_KV,
@@ -206,7 +207,11 @@ def _agreement(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     gaps = []
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = np.concatenate([prompt, completion.token_ids])
-        logprobs = trainer_logprobs(model, ids, temperature=sampling.temperature, dtype=build.dtype(settings))
+        kept = completion.sampling_mask
+        mask = None if kept is None else masks.join([masks.whole(len(prompt)), kept])
+        logprobs = trainer_logprobs(
+            model, ids, temperature=sampling.temperature, dtype=build.dtype(settings), mask=mask
+        )
         gaps.append(np.abs(logprobs[len(prompt) :] - completion.logprobs))
     gap = np.concatenate(gaps)
     limit = MISMATCH[build.dtype(settings)]

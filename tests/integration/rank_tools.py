@@ -84,6 +84,7 @@ def single(model: Path, segments: Path, **changes: Any) -> TorchTrainer:
         kl=s.algo.kl,
         kl_coef=s.algo.kl_coef,
         balance_coef=s.algo.balance_coef,
+        pivot_weight=s.pivots.weight,
         max_tokens=s.rollout.max_tokens,
         learning_rate=s.trainer.learning_rate,
         total_steps=s.run.steps,

@@ -75,6 +75,15 @@ def test_beside_a_reward_both_count(settings):
     assert any(not torch.equal(tensor, weights(alone)[name]) for name, tensor in weights(both).items())
 
 
+def test_a_teacher_of_the_students_own_weights_has_nothing_to_say_of_a_cut_distribution_either(settings):
+    own = {"distill.teachers": {"self": settings["model.path"]}, "distill.divergence": "sampled"}
+    still = {"rollout.top_p": 0.7, "run.steps": 2, "trainer.learning_rate": 1e-12}
+    result = headrace.train(tasks=demo.tasks(64), reward=[], settings={**settings, **own, **still})
+    for step in metrics(result):
+        assert step["kept_mass"] < 0.95
+        assert step.get("teacher_divergence", 0.0) < 1e-6
+
+
 def test_a_run_that_dies_is_resumed_with_the_same_scores(settings, die_after):
     whole = headrace.train(tasks=demo.tasks(64), reward=[], settings={**settings, "run.name": "whole"})
     die_after(3, lambda: headrace.train(tasks=demo.tasks(64), reward=[], settings=settings))

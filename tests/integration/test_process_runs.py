@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import headrace
+from headrace.cli import app
 from headrace.data.char_tokenizer import make_char_tokenizer
 from headrace.data.steps import step_borders
 from headrace.errors import ConfigError, ModelError
@@ -133,6 +135,9 @@ def test_a_function_judges_and_hopeless_attempts_end_early(models, tmp_path):
     assert sum(cut.summary.tokens.values()) < sum(plain.summary.tokens.values())
     lengths = [e.num_tokens for group in scored_groups(cut.run_dir) for e in group.episodes]
     assert len(lengths) == sum(cut.summary.attempts.values())
+    # What was given up is whole as it is.
+    checked = CliRunner().invoke(app, ["replay", str(cut.run_dir), "--check"], catch_exceptions=False)
+    assert checked.exit_code == 0, checked.output
 
 
 def test_a_judge_that_is_killed_ends_nothing_but_its_scores(models, tmp_path):

@@ -375,6 +375,11 @@ def test_syntax_error_names_the_line(tmp_path):
         (["engine.kv_tokens=100"], ["engine.kv_tokens", "rollout.max_tokens = 256"]),
         (["pivots.branches=1"], ["pivots.branches", "2 or more"]),
         (["pivots.options={gamma=2.0}"], ["pivots.options", "pivots.branches"]),
+        (
+            ["pivots.weight=0.5", "pivots.segment_tokens=3"],
+            ["pivots.weight and pivots.segment_tokens", "2 or more"],
+        ),
+        (["scoring.form=min"], ["scoring.form", "scoring.process"]),
         (["pivots.branches=4", "pivots.options={depth=2}"], ["pivots.options.depth", "per_group"]),
         (["pivots.branches=4", "pivots.options={per_group=0}"], ["pivots.options.per_group", "1 or more"]),
         (["pivots.branches=4", "pivots.options={gamma='high'}"], ["pivots.options.gamma", "float"]),

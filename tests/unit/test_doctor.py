@@ -28,6 +28,11 @@ def test_a_sound_run_passes_every_check(tmp_path):
     assert "tokens can be trained" in named["sequence length"]
 
 
+def test_a_run_with_cut_distributions_is_compared_over_what_could_be_drawn(tmp_path):
+    findings = doctor.examine(good(tmp_path, **{"rollout.top_p": 0.5, "rollout.top_k": 4}))
+    assert [f for f in findings if f.verdict == "fail"] == []
+
+
 def test_a_transport_that_cannot_work_is_found(tmp_path):
     findings = doctor.examine(good(tmp_path, **{"weights.transport": "cuda_ipc", "model.device": "cpu"}))
     assert "weights.transport is cuda_ipc" in findings[-1].detail

@@ -32,6 +32,15 @@ def check(settings: Settings, *, training: bool) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def _changed(s: Settings, section: str, *names: str) -> str:
+    """Those of a section's settings that are not at their defaults, in words; empty: all are."""
+    given = getattr(s, section)
+    default = type(given)()
+    return " and ".join(
+        f"{section}.{name}" for name in names if getattr(given, name) != getattr(default, name)
+    )
+
+
 def _sampling(s: Settings) -> Iterator[str]:
     rollout = s.rollout
     if rollout.top_k > MAX_KEPT_TOKENS:
@@ -179,6 +188,9 @@ def _pivots(s: Settings) -> Iterator[str]:
             f"pivots.branches is 1, but algo.advantage = {s.algo.advantage} compares the branches of a pivot: set "
             "pivots.branches to 2 or more, or to 0."
         )
+    idle = _changed(s, "pivots", "weight", "segment_tokens")
+    if branches == 0 and idle:
+        yield f"{idle} would do nothing while pivots.branches = 0: set pivots.branches to 2 or more, or leave it out."
     if branches == 0 and options:
         yield "pivots.options does nothing while pivots.branches = 0: set pivots.branches to 2 or more."
     for name, value in options.items():
@@ -216,6 +228,12 @@ def _scoring(s: Settings) -> Iterator[str]:
         yield (
             f'scoring.steps is "{scoring.steps}": write delimiter:TEXT, tokens:N or entropy:NATS, for example '
             "delimiter:\\n."
+        )
+    idle = _changed(s, "scoring", "steps", "form", "weight")
+    if scoring.process is None and idle:
+        yield (
+            f"{idle} would do nothing, since nobody judges steps: set scoring.process to a model or module:function, "
+            "or leave it out."
         )
     if scoring.process is None and scoring.abort_below is not None:
         yield (

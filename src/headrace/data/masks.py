@@ -41,6 +41,13 @@ def rows_at(mask: SamplingMask, rows: np.ndarray) -> SamplingMask:
     return SamplingMask(token_ids=mask.token_ids[places], offsets=offsets)
 
 
+def below(mask: SamplingMask, vocab_size: int) -> SamplingMask:
+    """The sets without the ids from ``vocab_size`` on; none may be left empty by that."""
+    known = mask.token_ids < vocab_size
+    kept_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(known)])
+    return SamplingMask(token_ids=mask.token_ids[known], offsets=kept_before[mask.offsets])
+
+
 def fault(mask: SamplingMask, token_ids: np.ndarray, *, vocab_size: int | None = None) -> str | None:
     """What is wrong with the kept sets of these tokens; None: nothing. A remedy is the caller's to name."""
     offsets, ids = mask.offsets, mask.token_ids

@@ -41,6 +41,8 @@ class Limits:
     """Tokens a sequence may have; a completion that reaches them ends early."""
     num_experts: int | None = None
     experts_per_token: int | None = None
+    may_give_up: bool = False
+    """Attempts that look hopeless are ended on the way (``scoring.abort_below``), and stay as they are."""
 
 
 def turn_faults(turn: Turn, limits: Limits, *, seed: int | None = None) -> list[Fault]:
@@ -157,7 +159,7 @@ def _finish(turn: Turn, limits: Limits) -> Iterator[str]:
         yield f"token {stops[0]} is a stop id, but {num_tokens - 1 - int(stops[0])} tokens follow it"
     if num_tokens > sampling.max_tokens:
         yield f"it has {num_tokens} tokens, max_tokens is {sampling.max_tokens}"
-    if reason == "abort":
+    if reason == "abort" and not limits.may_give_up:
         yield "a finished turn says abort, which means unfinished"
     elif reason == "stop" and not ends_with_stop:
         yield "it says stop, but does not end with a stop id"

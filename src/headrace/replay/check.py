@@ -72,6 +72,7 @@ def run_limits(run_dir: Path, settings: Settings, recording: Recording) -> Limit
         context_tokens=first("max_position_embeddings") if settings.engine.kv_tokens is None else None,
         num_experts=first("num_experts", "num_local_experts", "n_routed_experts"),
         experts_per_token=first("num_experts_per_tok"),
+        may_give_up=settings.scoring.abort_below is not None,
     )
 
 

@@ -1,9 +1,9 @@
 """Recorded log-probabilities against those of the weights that drew them, where these are still on disk.
 
 In: a ``Recording`` and its run directory. Out: by version, how many tokens were computed again as a training step would
-(packed rows, kept sets, the run's dtype and device) and how far they are from the record. Only samples whose tokens and
-key-value rows are all of that one version can be compared. The version of a checkpoint is in its ``trainer.json``;
-version 0 is the model the run started from, unless a warm start changed it first.
+(packed rows, kept sets, recorded routes, the run's dtype and device) and how far they are from the record. Only samples
+whose tokens and key-value rows are all of that one version can be compared. The version of a checkpoint is in its
+``trainer.json``; version 0 is the model the run started from, unless a warm start changed it first.
 
 Legend: N sampled tokens of a row.
 """
@@ -22,10 +22,12 @@ from headrace import build
 from headrace.config import Settings
 from headrace.data.packing import pack
 from headrace.data.samples import build_samples
+from headrace.models.float_residual import keep_float_residual
 from headrace.models.loading import load_model
 from headrace.models.packed_attention import use_packed_attention
 from headrace.runtime.recording import Recording
 from headrace.trainers.logprobs import head_values, row_tensors
+from headrace.trainers.routes import route_replay
 from headrace.types import EpisodeGroup, Sample
 
 LARGEST_MEAN_GAP = 0.05
@@ -92,7 +94,9 @@ def _only_version(sample: Sample) -> int | None:
 def _gap(version: int, weights: Path, samples: list[Sample], settings: Settings) -> Gap:
     device = build.device(settings.model.device)
     model = load_model(weights, dtype=build.dtype(settings, device), device=device)
+    keep_float_residual(model)
     use_packed_attention(model)
+    route_replay(model, settings.algo.routing, model.device)
     gaps = []
     for row in pack(samples, row_tokens=build.row_tokens(settings, device)):
         logprobs_N = head_values(model, row_tensors(row, device=device)).logprobs_N.cpu().numpy()

@@ -26,6 +26,8 @@ from headrace.runtime.journal import salvage, segment_path, segment_steps
 from headrace.runtime.state import REFERENCE
 from headrace.types import Completion, Episode, ScoreColumn, Task, Trajectory, Turn
 
+_OF_NO_GROUP = ("pivots", "explored")
+"""Kinds that say where to branch off next; the branches themselves are groups with records of their own."""
 _UNDECODABLE = (ValueError, KeyError, TypeError, IndexError, struct.error, json.JSONDecodeError)
 
 
@@ -117,6 +119,8 @@ class Recording:
     def add(self, record: dict[str, Any]) -> None:
         """One record of the journal (``state`` has the kinds); one that goes on with what is lost adds what it can."""
         kind = record["kind"]
+        if kind in _OF_NO_GROUP:
+            return
         if kind in ("take", "trained"):
             if kind == "trained":
                 self.newest_version = max(self.newest_version, record["version"])

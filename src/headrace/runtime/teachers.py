@@ -1,9 +1,10 @@
 """Models that the policy is pulled towards: engines of their own, asked once for each group.
 
 In: the finished episodes of a group. Out: what the task's teacher thinks of every token its samples will have, at the
-temperatures they were sampled with. Which teacher that is, the task's column ``teacher`` says: a name, absent for the
-first one, ``none`` for a task that is not imitated. A teacher is asked beside generation and training, one group at a
-time, so the engines that sample are never waited for.
+temperatures they were sampled with and, where only the sampled tokens are scored, over the same kept sets. Which
+teacher that is, the task's column ``teacher`` says: a name, absent for the first one, ``none`` for a task that is not
+imitated. A teacher is asked beside generation and training, one group at a time, so the engines that sample are never
+waited for.
 
 One teacher may be the policy itself some versions back (``snapshots``); its weights change between two groups, and
 every answer carries the version it was computed with.
@@ -20,12 +21,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from headrace.data.samples import sequences
+from headrace.data import masks
+from headrace.data.samples import sequence_masks, sequences
 from headrace.errors import ModelError, RoleError, TaskError
 from headrace.protocols import Engine
 from headrace.runtime.snapshots import DelayedWeights
 from headrace.runtime.state import TEACHER
-from headrace.types import Episode, ScoreColumn, Task, TeacherScores, WeightManifest
+from headrace.types import Episode, SamplingMask, ScoreColumn, Task, TeacherScores, WeightManifest
 
 COLUMN = "teacher"
 """Of a task: who is to be imitated."""
@@ -80,13 +82,14 @@ class Teachers:
         name = self._name_for(episodes[0])
         if name is None:
             return None
-        teacher, asked = self._teachers[name], sequences(episodes)
+        teacher, asked, kept = self._teachers[name], sequences(episodes), sequence_masks(episodes)
         self._check_tokens(name, [ids for ids, _ in asked])
         answers: dict[int, TeacherScores] = {}
         async with teacher.asking:
             for temperature in sorted({temperature for _, temperature in asked}):
                 places = [i for i, (_, its) in enumerate(asked) if its == temperature]
-                scored = await self._ask(name, [asked[i][0] for i in places], temperature, group)
+                token_ids, sets = [asked[i][0] for i in places], [kept[i] for i in places]
+                scored = await self._ask(name, token_ids, sets, temperature, group)
                 answers.update(zip(places, scored, strict=True))
             version = teacher.version
         return tuple(replace(answers[i], teacher=name, version=version) for i in range(len(asked)))
@@ -138,7 +141,12 @@ class Teachers:
             )
 
     async def _ask(
-        self, name: str, token_ids: list[np.ndarray], temperature: float, group: int
+        self,
+        name: str,
+        token_ids: list[np.ndarray],
+        kept: list[SamplingMask | None],
+        temperature: float,
+        group: int,
     ) -> list[TeacherScores]:
         engine = self._teachers[name].engine
         try:
@@ -146,7 +154,7 @@ class Teachers:
                 if self._top_k:
                     scored = await engine.score_top(token_ids, top_k=self._top_k, temperature=temperature)
                 else:
-                    logprobs = await engine.score(token_ids, temperature=temperature)
+                    logprobs = await self._logprobs(name, token_ids, kept, temperature)
                     scored = [TeacherScores(logprobs=values) for values in logprobs]
         except TimeoutError:
             raise RoleError(
@@ -160,6 +168,17 @@ class Teachers:
         for ids, scores in zip(token_ids, scored, strict=True):
             _check_scores(name, group, ids, scores)
         return [self._within_vocabulary(scores) for scores in scored]
+
+    async def _logprobs(
+        self, name: str, token_ids: list[np.ndarray], kept: list[SamplingMask | None], temperature: float
+    ) -> list[np.ndarray]:
+        """Over the kept sets, as far as the teacher has their ids: the others it would never draw."""
+        engine, limit = self._teachers[name].engine, self._teachers[name].vocab_size
+        if all(mask is None for mask in kept):
+            return await engine.score(token_ids, temperature=temperature)
+        if limit is not None:
+            kept = [None if mask is None else masks.below(mask, limit) for mask in kept]
+        return await engine.score(token_ids, temperature=temperature, masks=kept)
 
     def _within_vocabulary(self, scores: TeacherScores) -> TeacherScores:
         """Entries that the student does not have count to the rest."""

@@ -44,10 +44,11 @@ class RowLogprobs:
     """As in ``TokenValues``."""
 
 
-def row_logprobs(weights: PolicyWeights, row: TrainRow) -> RowLogprobs:
-    """The sampled tokens, and the teacher's beside them, from one pass over the head."""
+def row_logprobs(weights: PolicyWeights, row: TrainRow, *, compared: bool) -> RowLogprobs:
+    """The sampled tokens, and where they are ``compared`` the teacher's beside them, from one pass over the head. It
+    is over the whole vocabulary then: ``Distillation.check`` lets no kept sets through."""
     ids_NK = None if row.teacher is None else row.teacher.top_ids_NK
-    if ids_NK is None:
+    if ids_NK is None or not compared:
         values = weights.values(row.tensors)
         return RowLogprobs(values.logprobs_N, values.entropy_N, None, values.kept_mass_N)
     ids_NA = torch.cat([row.tensors.targets_N[:, None], ids_NK], dim=1)
@@ -70,22 +71,27 @@ class Distillation:
         if self.coef <= 0:
             raise ConfigError(f"coef of the distillation must be above 0, not {self.coef}")
 
+    @property
+    def compares(self) -> bool:
+        """Whether it reads the policy at the teacher's likeliest tokens."""
+        return self.divergence != "sampled"
+
     def check(self, parts: Sequence[TrainBatch]) -> None:
-        """Raise TrainingError for scores that this divergence cannot use."""
-        if self.divergence == "sampled":
+        """Raise TrainingError for scores that this divergence cannot use. A sample without a teacher may lie in a row
+        with one that has, so it must not be of a kept set either."""
+        samples = [sample for part in parts for sample in part.samples]
+        if not self.compares or all(sample.teacher is None for sample in samples):
             return
-        for sample in (sample for part in parts for sample in part.samples):
+        for sample in samples:
             name = f"sample {sample.group}/{sample.attempt}"
-            if sample.teacher is None:
-                continue
-            if sample.teacher.top_ids is None:
+            if sample.teacher is not None and sample.teacher.top_ids is None:
                 raise TrainingError(
                     f"{name}: its teacher gave no likeliest tokens, which divergence {self.divergence!r} compares; set "
                     "distill.divergence to sampled"
                 )
             if sample.sampling_mask is not None:
                 raise TrainingError(
-                    f"{name}: its distribution was truncated, its teacher's was not; set distill.divergence to "
+                    f"{name}: its distribution was truncated, those of teachers are not; set distill.divergence to "
                     "sampled, or top_k to 0, top_p to 1 and min_p to 0"
                 )
 

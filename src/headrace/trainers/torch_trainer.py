@@ -144,7 +144,8 @@ class TorchTrainer:
         verdict = Verdict()
         records: list[RowRecord] = []
         norms: list[float] = []
-        skipped: str | None = None
+        faults: list[str] = []
+        num_updates = 0
         with self.ledger.activity("forward-backward"):
             left_out: dict[str, float] = {}
             if self.objective.option("truncated.mode") == "mask":
@@ -152,7 +153,7 @@ class TorchTrainer:
             prepared = self._prepare(parts)
             for index, rows in enumerate(prepared):
                 name = f"minibatch {index + 1} of {len(parts)}: " if len(parts) > 1 else ""
-                recorded = self.accumulate(rows, before_update=index == 0)
+                recorded = self.accumulate(rows, before_update=num_updates == 0)
                 records += recorded
                 if index == 0:
                     verdict = self._judge(recorded, prepared[1:], step=step)
@@ -164,7 +165,9 @@ class TorchTrainer:
                         f"step {step}: {name}{reason}; lower trainer.learning_rate, "
                         "or set trainer.on_nonfinite to skip"
                     )
-                skipped = skipped if reason is None else name + reason
+                num_updates += reason is None
+                if reason is not None and reason != _NOTHING:
+                    faults.append(name + reason)
             metrics = step_metrics(records, self.objective, self._ranks) | left_out
             metrics |= {} if self._tally is None else self._tally.metrics(self._ranks)
         num_loss_tokens, num_rows = self._ranks.totals(
@@ -175,7 +178,8 @@ class TorchTrainer:
             step=step,
             version=self.version,
             num_loss_tokens=int(num_loss_tokens),
-            skipped=skipped,
+            # A minibatch whose completions were all cut off, and are not trained on, is no fault of the others.
+            skipped=faults[-1] if faults else None if num_updates else _NOTHING,
             warning=verdict.warning,
             metrics=metrics
             | {
@@ -333,14 +337,16 @@ class TorchTrainer:
             own_gradient=self._weights.head_master is None,
         )
         self.blocks.fit(num_tokens, reserved_bytes=self._weights.held_bytes + step_bytes)
+        distillation = self._options.distillation
+        compared = distillation is not None and distillation.compares
         records = []
         for index, row in enumerate(rows):
             self._weights.begin_row(is_last=index == len(rows) - 1)
             with self._balance or nullcontext():
-                policy = row_logprobs(self._weights, row)
+                policy = row_logprobs(self._weights, row, compared=compared)
             outcome = self._with_balance(self.objective(policy.sampled_N, row.inputs), row)
-            if self._options.distillation is not None:
-                outcome = self._options.distillation.added_to(outcome, policy, row)
+            if distillation is not None:
+                outcome = distillation.added_to(outcome, policy, row)
             outcome.loss.backward()
             if row.is_filler:
                 continue

@@ -145,6 +145,12 @@ def test_a_sequence_that_fills_the_context_may_end_early():
     assert turn_faults(turn, replace(LIMITS, context_tokens=7), seed=SEED) == []
 
 
+def test_an_attempt_may_be_given_up_where_the_run_does_so():
+    turn = replace(changed(finish_reason="abort"), sampling=replace(sound_turn().sampling, stop_ids=()))
+    assert turn_faults(turn, replace(LIMITS, may_give_up=True), seed=SEED) == []
+    assert [fault.check for fault in turn_faults(turn, LIMITS, seed=SEED)] == ["finish"]
+
+
 def test_a_turn_that_sampled_nothing_is_sound():
     nothing = np.zeros(0, np.int32)
     done = Completion(

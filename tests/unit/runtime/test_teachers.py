@@ -15,7 +15,17 @@ from headrace.plan import virtual_clock
 from headrace.runtime.snapshots import DelayedWeights
 from headrace.runtime.teachers import Teacher, Teachers
 from headrace.trainers.scripted import ScriptedTrainer
-from headrace.types import NO_KV, Completion, Episode, Sampling, Task, Trajectory, Turn, WeightManifest
+from headrace.types import (
+    NO_KV,
+    Completion,
+    Episode,
+    Sampling,
+    SamplingMask,
+    Task,
+    Trajectory,
+    Turn,
+    WeightManifest,
+)
 
 
 class TeacherEngine(ScriptedEngine):
@@ -150,6 +160,33 @@ def test_what_is_wrong_with_a_group_is_named(asked, settings, error, says):
 
     with pytest.raises(error, match=says):
         asyncio.run(main())
+
+
+def test_tokens_are_valued_over_the_sets_they_were_drawn_from():
+    """Without the ids that the teacher does not have."""
+    asked = []
+
+    class Listening(TeacherEngine):
+        async def score(self, token_ids, *, temperature=1.0, policy="policy", masks=None):
+            asked.append(masks)
+            return await super().score(token_ids, temperature=temperature)
+
+    kept = SamplingMask(token_ids=np.array([2, 9, 1, 3], np.int32), offsets=np.array([0, 2, 4], np.int64))
+    free = episode([1, 2, 3])
+    (trajectory,) = free.trajectories
+    turn = trajectory.turns[0]
+    cut = replace(turn, completion=replace(turn.completion, sampling_mask=kept))
+    cut = replace(free, trajectories=(replace(trajectory, turns=(cut,)),))
+
+    async def ask() -> None:
+        teachers = Teachers({"first": Teacher(Listening(), vocab_size=8)}, top_k=0, deadline_s=5.0)
+        await teachers.scores(0, [free])
+        await teachers.scores(0, [cut])
+
+    asyncio.run(ask())
+    first, (mask,) = asked
+    assert first is None
+    assert mask.offsets.tolist() == [0, 0, 1, 3] and mask.token_ids.tolist() == [2, 1, 3]
 
 
 def test_such_a_group_is_dropped_and_counted_and_stops_nothing_else(tmp_path):

@@ -149,6 +149,27 @@ def test_scores_that_cannot_be_used_are_named(make_model, make_batch, teach):
         Distillation(divergence="jsd")
 
 
+def test_kept_sets_are_never_read_as_the_whole_vocabulary(make_model, make_batch, teach):
+    """Whether or not the sample that was cut is the one that has a teacher."""
+
+    def only_what_was_drawn(sample):
+        ids = sample.token_ids[sample.loss_mask]
+        offsets = np.concatenate([[0], np.cumsum(sample.loss_mask)]).astype(np.int64)
+        return replace(sample, sampling_mask=SamplingMask(token_ids=ids, offsets=offsets))
+
+    batch = teach(make_batch())
+    first, *others = batch.samples
+    cut = replace(batch, samples=(replace(only_what_was_drawn(first), teacher=None), *others))
+    with pytest.raises(TrainingError, match=r"sample 0/0: its distribution was truncated"):
+        trainer(make_model(), "reverse").step(cut)
+    # A teacher may have said more than this divergence asks for.
+    cut = replace(batch, samples=tuple(map(only_what_was_drawn, batch.samples)))
+    one = trainer(make_model(), "sampled")
+    (rows,) = one.prepare(cut)
+    for record in one.accumulate(rows, before_update=True):
+        assert not record.policy_logprobs_N.any()
+
+
 def test_scores_survive_wire_and_dealing(make_batch, teach):
     batch = teach(make_batch(num_samples=6))
     batch = replace(batch, samples=(replace(batch.samples[0], teacher=None), *batch.samples[1:]))

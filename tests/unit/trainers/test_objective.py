@@ -225,6 +225,15 @@ def test_truncated_completions_are_left_out_of_loss_and_denominator(
     everything = tuple(replace(s, finish_reason="length") for s in batch.samples)
     nothing = build(options={"truncated.mode": "mask"}).step(replace(batch, samples=everything))
     assert nothing.skipped == "no loss tokens" and nothing.metrics["masked_by_truncated"] == 1.0
+    # One minibatch of two is left out whole: the other one is the step.
+    half = len(batch.samples) // 2
+    first = tuple(replace(s, finish_reason="length") for s in batch.samples[:half])
+    later = tuple(replace(s, finish_reason="stop") for s in batch.samples[half:])
+    one_of_two = build(options={"truncated.mode": "mask"}, minibatches=2)
+    result = one_of_two.step(replace(batch, samples=first + later))
+    assert result.skipped is None and "behavior_kl" in result.metrics
+    alone = build().step(replace(batch, samples=later))
+    assert result.metrics["loss"] == pytest.approx(alone.metrics["loss"])
 
 
 def parameters(trainer: TorchTrainer) -> list[torch.Tensor]:
