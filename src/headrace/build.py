@@ -60,6 +60,7 @@ def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
         group_size=rollout.group_size,
         groups_per_step=rollout.groups_per_step,
         max_lag=rollout.max_lag,
+        over_provision=rollout.over_provision,
         staleness=rollout.staleness,
         advantage=algo.advantage,
         reward_weights=settings.reward.weights,
