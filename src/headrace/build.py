@@ -61,6 +61,7 @@ def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
         groups_per_step=rollout.groups_per_step,
         max_lag=rollout.max_lag,
         over_provision=rollout.over_provision,
+        quorum=rollout.quorum,
         staleness=rollout.staleness,
         advantage=algo.advantage,
         reward_weights=settings.reward.weights,

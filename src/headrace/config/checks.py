@@ -71,6 +71,17 @@ def _stragglers(s: Settings) -> Iterator[str]:
             f"{most} batches of groups can all be trained in time: set it to at most {most}, or rollout.max_lag to "
             f"{ceil(rollout.over_provision) - 1}."
         )
+    if rollout.quorum < 1 and rollout.max_lag == 0:
+        yield (
+            f"rollout.quorum is {rollout.quorum:g}, but with rollout.max_lag = 0 late attempts cannot be trained in a "
+            "later step: set rollout.max_lag to 1 or more, or rollout.quorum = 1."
+        )
+    if rollout.quorum < 1 and (s.scoring.process is not None or s.pivots.branches):
+        other = "scoring.process" if s.scoring.process is not None else "pivots.branches"
+        yield (
+            f"rollout.quorum is {rollout.quorum:g}, but {other} compares the attempts of a whole group: set "
+            f"rollout.quorum = 1, or leave {other} out."
+        )
 
 
 def _batch(s: Settings) -> Iterator[str]:

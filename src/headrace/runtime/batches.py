@@ -9,6 +9,7 @@ import numpy as np
 from headrace.algos.advantages import BATCH_SCALED, BATCH_WHITENED, scale_by_returns, whiten
 from headrace.data.samples import NEVER_SAMPLED, oldest_version
 from headrace.runtime.buffer import ReadyGroup
+from headrace.runtime.parts import is_late
 from headrace.types import Sample, TrainBatch
 
 
@@ -45,16 +46,21 @@ def describe(groups: Sequence[ReadyGroup], version: int) -> dict[str, float]:
     sampled = np.concatenate([sample.loss_mask for sample in samples])
     lags = version - np.concatenate([sample.versions for sample in samples])[sampled]
     ages = [version - age for age in map(oldest_version, samples) if age != NEVER_SAMPLED]
+    ordinary = [group for group in groups if not group.is_branch]
+    num_late = sum(len(group.samples) for group in groups if is_late(group.group))
     branches = [group.mean_return for group in groups if group.is_branch]
     of_branches = (
         {"pivot_groups": len(branches), "pivot_reward": float(np.mean(branches))} if branches else {}
     )
     return {
-        "reward": float(np.mean([group.mean_return for group in groups if not group.is_branch])),
+        "reward": float(
+            np.average([g.mean_return for g in ordinary], weights=[max(1, len(g.returns)) for g in ordinary])
+        ),
         "lag_mean": float(lags.mean()) if lags.size else 0.0,
         "lag_max": int(lags.max()) if lags.size else 0,
         "age_spread": max(ages) - min(ages) if ages else 0,
         "tokens": int(lags.size),
         "samples": len(samples),
+        **({"late_samples": num_late} if num_late else {}),
         **of_branches,
     }

@@ -23,6 +23,7 @@ from headrace.data import completions
 from headrace.errors import ConfigError
 from headrace.runtime.checkpoint import STATE_FILE
 from headrace.runtime.journal import salvage, segment_path, segment_steps
+from headrace.runtime.parts import group_of, is_late
 from headrace.runtime.state import REFERENCE
 from headrace.types import Completion, Episode, ScoreColumn, Task, Trajectory, Turn
 
@@ -77,8 +78,14 @@ class RecordedGroup:
     attempts: dict[int, RecordedAttempt] = field(default_factory=dict)
     ended: str = "generating"
     ref_logprobs: tuple[np.ndarray, ...] | None = None
+    waiting: set[int] = field(default_factory=set)
+    """Late attempts that were not scored, though a quorum of the others was."""
     reference: dict[int, tuple[np.ndarray, ...]] = field(default_factory=dict)
     """By attempt, what the reference said of its samples before the group was scored."""
+
+    def tell(self, part: int, text: str) -> None:
+        """How the group, or its late attempts, went on."""
+        self.ended = f"{self.ended}; late attempts {text}" if is_late(part) else text
 
     def attempt(self, number: int) -> RecordedAttempt:
         return self.attempts.setdefault(number, RecordedAttempt())
@@ -120,22 +127,22 @@ class Recording:
         if kind in ("take", "trained"):
             if kind == "trained":
                 self.newest_version = max(self.newest_version, record["version"])
-            for number in record["groups"]:
+            for part in record["groups"]:
                 verb = "training in" if kind == "take" else "trained in"
-                self.group(number).ended = f"{verb} step {record['step']}"
+                self.group(group_of(part)).tell(part, f"{verb} step {record['step']}")
             return
         if kind == "scores":
             for column in record["columns"]:
                 _add_column(self.group(column.group), column)
             return
-        group = self.group(record["group"])
+        group = self.group(group_of(record["group"]))
         if kind == "admit":
             group.task, group.version = record["task"], record["version"]
             for number in range(record["attempts"]):
                 group.attempt(number)
         elif kind == "drop":
             detail = f" ({record['detail']})" if record["detail"] else ""
-            group.ended = f"dropped: {record['reason']}{detail}"
+            group.tell(record["group"], f"dropped: {record['reason']}{detail}")
         elif kind == "scored":
             _add_scores(group, record)
         else:
@@ -145,21 +152,30 @@ class Recording:
         """What a checkpoint knows of the groups that lived when it was taken."""
         self.newest_version = max(self.newest_version, state["version"])
         for live in state["groups"]:
-            group = RecordedGroup(live["group"], live["task"], live["version"])
+            before, group = (
+                self.groups.get(live["group"]),
+                RecordedGroup(live["group"], live["task"], live["version"]),
+            )
             for number in range(live["num_attempts"]):
+                if number in live["quorum"] and live["scored"] is None:
+                    # Trained before the checkpoint, which knows nothing of it any more.
+                    if before is not None:
+                        group.attempts[number] = before.attempt(number)
+                    continue
                 attempt = group.attempt(number)
                 attempt.turns = dict(enumerate(live["turns"].get(number, [])))
                 attempt.unfinished = live["unfinished"].get(number)
-            scored = live["scored"]
-            episodes = live["episodes"].values() if scored is None else scored.episodes
-            for episode in episodes:
+            parts = [part for part in (live["scored"], live["late"]) if part is not None]
+            for episode in (*live["episodes"].values(), *(e for part in parts for e in part.episodes)):
                 _add_episode(group.attempt(episode.attempt), episode)
             for column in [c for by_attempt in live["columns"].values() for c in by_attempt.values()]:
                 _add_column(group, column)
-            if scored is not None:
-                group.ended, group.ref_logprobs = "buffered", scored.ref_logprobs
-                for episode, total in zip(scored.episodes, scored.returns, strict=True):
+            for part in parts:
+                group.ended, group.ref_logprobs = "buffered", part.ref_logprobs
+                for episode, total in zip(part.episodes, part.returns, strict=True):
                     group.attempts[episode.attempt].total = total
+            if live["quorum"]:
+                group.waiting = {n for n, attempt in group.attempts.items() if attempt.total is None}
             self.groups[group.group] = group
 
 
@@ -190,11 +206,14 @@ def _add_column(group: RecordedGroup, column: ScoreColumn) -> None:
 
 
 def _add_scores(group: RecordedGroup, record: dict[str, Any]) -> None:
+    numbers = record.get("attempts", range(len(record["returns"])))
+    for number, total in zip(numbers, record["returns"], strict=True):
+        group.attempt(number).total = total
+    group.waiting = {number for number, attempt in group.attempts.items() if attempt.total is None}
     group.ended = "buffered"
     if group.reference:
-        group.ref_logprobs = tuple([row for a in sorted(group.reference) for row in group.reference[a]])
-    for number, total in enumerate(record["returns"]):
-        group.attempt(number).total = total
+        known = [a for a in sorted(group.reference) if a not in group.waiting]
+        group.ref_logprobs = tuple([row for a in known for row in group.reference[a]])
 
 
 def _add_episode(attempt: RecordedAttempt, episode: Episode) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from harness import MemorySink, OneTurn, make_pipeline, make_plan
 
+from headrace.algos.advantages import ADVANTAGES, against_frozen, grpo
 from headrace.engines.scripted import ScriptedEngine
 from headrace.plan import virtual_clock
 from headrace.runtime.ledger import AttemptLedger
@@ -130,3 +131,89 @@ def test_length_bias_counts_what_ended():
     ledger.move(0, (1,), "generating", "scoring")
     ledger.drop(0, (2,), "stale")
     assert ledger.length_bias() == pytest.approx(10 / 30)
+
+
+def test_a_quorum_does_not_wait_for_the_slowest_attempt_and_loses_none(tmp_path):
+    ask = {"max_lag": 2, "over_provision": 1.0, "group_size": 8}
+    _, _, _, whole_s = run(tmp_path / "whole", **ask)
+    state, trainer, sink, quorum_s = run(tmp_path / "quorum", quorum=0.75, **ask)
+    assert quorum_s < 0.6 * whole_s
+    assert max(trainer.lags) <= 2
+    assert set(trainer.counts.values()) == {1}
+    assert state.num_trained_groups == 30 * 4
+    attempts = state.ledger.attempts()
+    # Only what was under way when the run ended is not trained.
+    assert attempts["trained"] + attempts["dropped:cancelled"] == state.ledger.num_admitted == 30 * 4 * 8
+    assert 0 < attempts["dropped:cancelled"] < 0.02 * state.ledger.num_admitted
+    assert sum(step.get("late_samples", 0) for step in sink.of("step")) > 100
+
+
+def test_late_attempts_are_held_against_the_frozen_returns(tmp_path):
+    """Rewards are the parity of the first token; the quorum's alone decide what a late attempt is worth."""
+    _, trainer, _, _ = run(tmp_path, max_lag=2, group_size=8, quorum=0.75)
+    parts: dict[int, list] = {}
+    for batch in trainer.seen:
+        for group in sorted({sample.group for sample in batch.samples}):
+            parts.setdefault(group, []).append([s for s in batch.samples if s.group == group])
+    num_late = 0
+    for trained in parts.values():
+        # Either part may be trained first; in one batch they cannot be told apart here.
+        quorum, *late = sorted(trained, key=len, reverse=True)
+        for samples in late:
+            assert len(quorum) >= 6
+            frozen = [reward(sample) for sample in quorum]
+            expected = against_frozen("grpo", list(map(reward, samples)), frozen, group_size=8)
+            assert [s.advantages[s.loss_mask][0] for s in samples] == pytest.approx(expected.tolist())
+            num_late += len(samples)
+    assert num_late > 50
+
+
+def reward(sample):
+    return float(sample.token_ids[sample.loss_mask][0] % 2 == 0)
+
+
+def test_late_attempts_that_would_be_too_old_are_dropped_and_counted(tmp_path):
+    ask = {"max_lag": 1, "group_size": 8, "quorum": 0.75}
+    paced, _, _, paced_s = run(tmp_path / "pace", **ask)
+    state, trainer, _, dropping_s = run(tmp_path / "drop", staleness="drop", **ask)
+    assert paced.ledger.attempts()["dropped:stale"] == 0
+    assert state.ledger.attempts()["dropped:stale"] > 0
+    assert state.ledger.length_bias() < 1 < paced_s / dropping_s
+    assert max(trainer.lags) <= 1
+
+
+def test_a_quorum_that_tells_nothing_apart_waits_for_the_others(tmp_path):
+    """Three fast attempts earn the same, the slow one does not: without it there would be no scale to hold it to."""
+
+    def script(request):
+        is_slow = request.id.split("/")[1] == "3"
+        return np.full(200 if is_slow else 10, 1 if is_slow else 2, np.int32)
+
+    ask = {"script": script, "max_lag": 2, "quorum": 0.75, "steps": 4, "drop_zero_variance": True}
+    state, trainer, sink, _ = run(tmp_path, **ask)
+    assert not sink.of("drop")
+    assert state.ledger.attempts()["trained"] == state.ledger.num_admitted == 4 * 4 * 4
+    for batch in trainer.seen:
+        assert sorted(round(float(s.advantages[s.loss_mask][0]), 2) for s in batch.samples[:4]) == [
+            -1.5,
+            0.5,
+            0.5,
+            0.5,
+        ]
+
+
+@pytest.mark.parametrize("name", ["dr-grpo", "rloo", "reinforce++", "lite-ppo"])
+def test_frozen_baseline_is_the_mean_of_the_quorum(name):
+    late = against_frozen(name, [1.0, 0.0], [1.0, 0.0, 0.0, 1.0], group_size=6)
+    assert late.tolist() == [0.5, -0.5]
+    if name == "rloo":
+        # To the others' mean it is what the whole group would have said of one late attempt.
+        assert late[0] == ADVANTAGES[name]([1.0, 0.0, 0.0, 1.0, 1.0])[-1]
+
+
+def test_a_dissenter_gets_no_more_than_in_a_whole_group():
+    nearly = [1.0, 1.0, 1.0, 1.0, 1.0, 0.999]
+    (late,) = against_frozen("grpo", [0.0], nearly, group_size=8)
+    assert late == pytest.approx(-7 / np.sqrt(8))
+    assert abs(late) >= abs(grpo([1.0] * 7 + [0.0])[-1])
+    assert against_frozen("maxrl", [0.0, 2.0], [0.1, 0.0, 0.0], group_size=4).tolist() == [-1.0, 3.0]
