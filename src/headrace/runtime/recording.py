@@ -23,7 +23,7 @@ from headrace.data import completions
 from headrace.errors import ConfigError
 from headrace.runtime.checkpoint import STATE_FILE
 from headrace.runtime.journal import salvage, segment_path, segment_steps
-from headrace.runtime.parts import group_of, is_late
+from headrace.runtime.parts import group_of, is_late, late_part
 from headrace.runtime.state import REFERENCE
 from headrace.types import Completion, Episode, ScoreColumn, Task, Trajectory, Turn
 
@@ -152,31 +152,36 @@ class Recording:
         """What a checkpoint knows of the groups that lived when it was taken."""
         self.newest_version = max(self.newest_version, state["version"])
         for live in state["groups"]:
-            before, group = (
-                self.groups.get(live["group"]),
-                RecordedGroup(live["group"], live["task"], live["version"]),
-            )
-            for number in range(live["num_attempts"]):
-                if number in live["quorum"] and live["scored"] is None:
-                    # Trained before the checkpoint, which knows nothing of it any more.
-                    if before is not None:
-                        group.attempts[number] = before.attempt(number)
-                    continue
-                attempt = group.attempt(number)
-                attempt.turns = dict(enumerate(live["turns"].get(number, [])))
-                attempt.unfinished = live["unfinished"].get(number)
-            parts = [part for part in (live["scored"], live["late"]) if part is not None]
-            for episode in (*live["episodes"].values(), *(e for part in parts for e in part.episodes)):
-                _add_episode(group.attempt(episode.attempt), episode)
-            for column in [c for by_attempt in live["columns"].values() for c in by_attempt.values()]:
-                _add_column(group, column)
-            for part in parts:
-                group.ended, group.ref_logprobs = "buffered", part.ref_logprobs
-                for episode, total in zip(part.episodes, part.returns, strict=True):
-                    group.attempts[episode.attempt].total = total
-            if live["quorum"]:
-                group.waiting = {n for n, attempt in group.attempts.items() if attempt.total is None}
+            group = RecordedGroup(live["group"], live["task"], live["version"])
+            # A quorum that has ended is nothing the checkpoint knows of any more.
+            ended = live["quorum"] if live["scored"] is None else []
+            if ended and group.group in self.groups:
+                before = self.groups[group.group]
+                group.attempts, group.ended = {a: before.attempt(a) for a in ended}, before.ended
+            _add_live(group, live, [a for a in range(live["num_attempts"]) if a not in ended])
             self.groups[group.group] = group
+
+
+def _add_live(group: RecordedGroup, live: dict[str, Any], numbers: list[int]) -> None:
+    """What a checkpoint holds of these attempts."""
+    for number in numbers:
+        attempt = group.attempt(number)
+        attempt.turns = dict(enumerate(live["turns"].get(number, [])))
+        attempt.unfinished = live["unfinished"].get(number)
+    parts = [part for part in (live["scored"], live["late"]) if part is not None]
+    for episode in (*live["episodes"].values(), *(e for part in parts for e in part.episodes)):
+        _add_episode(group.attempt(episode.attempt), episode)
+    for column in [c for by_attempt in live["columns"].values() for c in by_attempt.values()]:
+        _add_column(group, column)
+    for part in parts:
+        if group.ended == "generating":
+            group.ended = "buffered"
+        # Of a part, the rows do not say which attempt they belong to.
+        group.ref_logprobs = part.ref_logprobs if len(part.episodes) == live["num_attempts"] else None
+        for episode, total in zip(part.episodes, part.returns, strict=True):
+            group.attempts[episode.attempt].total = total
+    if live["quorum"]:
+        group.waiting = {number for number in numbers if group.attempts[number].total is None}
 
 
 def _add_to_attempt(attempt: RecordedAttempt, record: dict[str, Any]) -> None:
@@ -209,10 +214,11 @@ def _add_scores(group: RecordedGroup, record: dict[str, Any]) -> None:
     numbers = record.get("attempts", range(len(record["returns"])))
     for number, total in zip(numbers, record["returns"], strict=True):
         group.attempt(number).total = total
+    group.tell(late_part(group.group) if group.waiting else group.group, "buffered")
     group.waiting = {number for number, attempt in group.attempts.items() if attempt.total is None}
-    group.ended = "buffered"
-    if group.reference:
-        known = [a for a in sorted(group.reference) if a not in group.waiting]
+    known = [a for a in sorted(group.reference) if a not in group.waiting]
+    # A quorum that a checkpoint has let go took its rows along.
+    if known and ("attempts" not in record or set(known) == group.attempts.keys() - group.waiting):
         group.ref_logprobs = tuple([row for a in known for row in group.reference[a]])
 
 

@@ -6,12 +6,16 @@ import asyncio
 
 import numpy as np
 import pytest
-from harness import MemorySink, OneTurn, make_pipeline, make_plan
+from harness import MemorySink, OneTurn, ParityScorer, make_pipeline, make_plan
 
 from headrace.algos.advantages import ADVANTAGES, against_frozen, grpo
+from headrace.data.record_checks import Limits
 from headrace.engines.scripted import ScriptedEngine
+from headrace.errors import RewardError
 from headrace.plan import virtual_clock
+from headrace.replay.check import check_recording
 from headrace.runtime.ledger import AttemptLedger
+from headrace.runtime.recording import read_recording
 from headrace.trainers.scripted import ScriptedTrainer
 
 MAX_TOKENS = 4000
@@ -36,7 +40,7 @@ class Batches(ScriptedTrainer):
         return await super().step(batch)
 
 
-def run(run_dir, script=long_tailed, **changes):
+def run(run_dir, script=long_tailed, environment=None, scorer=None, stop_after_s=None, **changes):
     """(state, trainer, sink, seconds of virtual time)"""
     plan = make_plan(**{"steps": 30, "group_size": 4, "groups_per_step": 4, "checkpoint_every": 0, **changes})
 
@@ -44,11 +48,20 @@ def run(run_dir, script=long_tailed, **changes):
         trainer, sink = Batches(), MemorySink()
         engine = ScriptedEngine(script=script, token_s=0.01, chunk_tokens=10)
         pipeline = make_pipeline(
-            run_dir, plan, engines=[engine], trainer=trainer, sink=sink, environment=OneTurn(MAX_TOKENS)
+            run_dir,
+            plan,
+            engines=[engine],
+            trainer=trainer,
+            sink=sink,
+            environment=environment or OneTurn(MAX_TOKENS),
+            scorer=scorer,
         )
+        before = pipeline.state.ledger.num_sampled_tokens
+        if stop_after_s is not None:
+            asyncio.get_running_loop().call_later(stop_after_s, pipeline.request_stop)
         state = await pipeline.run()
         state.ledger.check()
-        assert engine.num_tokens == state.ledger.num_sampled_tokens
+        assert engine.num_tokens == state.ledger.num_sampled_tokens - before
         return state, trainer, sink, asyncio.get_running_loop().time()
 
     return virtual_clock.run(main())
@@ -217,3 +230,68 @@ def test_a_dissenter_gets_no_more_than_in_a_whole_group():
     assert late == pytest.approx(-7 / np.sqrt(8))
     assert abs(late) >= abs(grpo([1.0] * 7 + [0.0])[-1])
     assert against_frozen("maxrl", [0.0, 2.0], [0.1, 0.0, 0.0], group_size=4).tolist() == [-1.0, 3.0]
+
+
+def one_slow(request):
+    """The attempt numbered 3 takes twenty times as long as the others; their first tokens differ."""
+    attempt = int(request.id.split("/")[1])
+    return np.full(200 if attempt == 3 else 10, attempt, np.int32)
+
+
+class LastOneFails(OneTurn):
+    async def run(self, task, policy):
+        trajectories = await super().run(task, policy)
+        if len(trajectories[0].turns[0].completion.token_ids) == 200:
+            raise ValueError("broke at the end")
+        return trajectories
+
+
+def test_a_late_attempt_that_fails_is_dropped_alone(tmp_path):
+    ask = {"script": one_slow, "max_lag": 2, "quorum": 0.75, "steps": 4, "error_budget": 1.0}
+    state, _, sink, _ = run(tmp_path, environment=LastOneFails(MAX_TOKENS), **ask)
+    attempts = state.ledger.attempts()
+    assert attempts["trained"] == 4 * 4 * 3
+    assert attempts["dropped:failed"] + attempts["dropped:cancelled"] == 4 * 4
+    assert attempts["dropped:failed"] == sum(drop["reason"] == "failed" for drop in sink.of("drop")) > 0
+    assert "broke at the end" in sink.of("drop")[0]["detail"]
+
+
+class QuorumFails(ParityScorer):
+    async def score(self, task, episodes):
+        if int(task.id) < 3:
+            raise RewardError("no reward for three tasks")
+        return await super().score(task, episodes)
+
+
+def test_a_quorum_without_scores_ends_the_whole_group_and_counts_what_the_late_one_had(tmp_path):
+    """``run`` holds the engine's own count of tokens against the books."""
+    ask = {"script": one_slow, "max_lag": 2, "quorum": 0.75, "steps": 4}
+    state, _, _, _ = run(tmp_path, scorer=QuorumFails(0.5), **ask)
+    assert state.ledger.attempts()["dropped:failed"] == 3 * 4
+    assert 3 * 30 < state.ledger.tokens()["dropped:failed"] < 3 * 230
+
+
+def test_a_run_with_late_attempts_is_stopped_resumed_and_its_records_are_whole(tmp_path):
+    ask = {"max_lag": 3, "group_size": 8, "quorum": 0.75, "steps": 12, "keep_checkpoints": 100}
+    stopped, *_ = run(tmp_path, stop_after_s=12.0, checkpoint_every=2, **ask)
+    assert 0 < stopped.step < 12
+    assert any(live.quorum and live.unscored is not None for live in stopped.groups.values())
+    check(tmp_path, stopped)
+    state, trainer, *_ = run(tmp_path, checkpoint_every=2, **ask)
+    assert state.num_trained_groups == 12 * 4
+    assert set(trainer.counts.values()) == {1}
+    assert state.ledger.attempts()["dropped:stale"] == 0
+    check(tmp_path, state)
+
+
+def check(run_dir, state):
+    recording = read_recording(run_dir)
+    assert len(recording.groups) == state.next_group
+    limits = Limits(vocab_size=100, newest_version=recording.newest_version)
+    faults = check_recording(recording, limits, seed=0).faults
+    # The script ends where it likes, not with a stop token.
+    assert not [fault for fault in faults if fault.check != "finish"]
+    late = [
+        group.ended for group in recording.groups.values() if "late attempts trained in step" in group.ended
+    ]
+    assert late
