@@ -81,6 +81,22 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "lite-ppo": lite_ppo,
 }
 
+
+def against_frozen(name: str, returns: Returns, frozen: Returns, *, group_size: int) -> np.ndarray:
+    """Advantages of attempts that came too late for their group's quorum: baseline and scale are those of ``frozen``,
+    the quorum's returns. Where a scale divides, they are cut at the most an attempt of a whole group can have: held
+    against a quorum that is nearly unanimous, a dissenter would have any number."""
+    values, known = _finite(returns), _finite(frozen)
+    mean, advantages = known.mean(), values - known.mean()
+    if name == "grpo":
+        most = (group_size - 1) / np.sqrt(group_size)
+        advantages = np.clip(advantages / (known.std(ddof=1) + 1e-4), -most, most)
+    if name == "maxrl":
+        most = group_size - 1.0
+        advantages = np.clip(advantages / mean, -1.0, most) if mean > 0 else np.zeros_like(values)
+    return advantages.astype(np.float32)
+
+
 BATCH_WHITENED = frozenset({"reinforce++"})
 """Advantages that ``whiten`` completes when a batch is taken."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from math import ceil
 from typing import TYPE_CHECKING
 
 from headrace.algos.composition import Composition, compose
@@ -67,6 +68,28 @@ def _groups(s: Settings) -> Iterator[str]:
         yield (
             "rollout.drop_zero_variance would drop every group of one attempt: set rollout.group_size to 2 "
             "or more, or rollout.drop_zero_variance = false."
+        )
+
+
+def _stragglers(s: Settings) -> Iterator[str]:
+    rollout = s.rollout
+    most = rollout.max_lag + 1
+    if rollout.over_provision is not None and rollout.over_provision > most:
+        yield (
+            f"rollout.over_provision is {rollout.over_provision:g}, but with rollout.max_lag = {rollout.max_lag} only "
+            f"{most} batches of groups can all be trained in time: set it to at most {most}, or rollout.max_lag to "
+            f"{ceil(rollout.over_provision) - 1}."
+        )
+    if rollout.quorum < 1 and rollout.max_lag == 0:
+        yield (
+            f"rollout.quorum is {rollout.quorum:g}, but with rollout.max_lag = 0 late attempts cannot be trained in a "
+            "later step: set rollout.max_lag to 1 or more, or rollout.quorum = 1."
+        )
+    if rollout.quorum < 1 and (s.scoring.process is not None or s.pivots.branches):
+        other = "scoring.process" if s.scoring.process is not None else "pivots.branches"
+        yield (
+            f"rollout.quorum is {rollout.quorum:g}, but {other} compares the attempts of a whole group: set "
+            f"rollout.quorum = 1, or leave {other} out."
         )
 
 
@@ -321,5 +344,5 @@ def _lora(s: Settings) -> Iterator[str]:
 _Rule = Callable[["Settings"], Iterator[str]]
 _ALWAYS: tuple[_Rule, ...] = (_reward, _scoring, _engine)
 _TRAINING: tuple[_Rule, ...] = (
-    _sampling, _groups, _batch, _ranks, _loss, _composition, _distill, _pivots, _lora, _warm_start,
+    _sampling, _groups, _stragglers, _batch, _ranks, _loss, _composition, _distill, _pivots, _lora, _warm_start,
 )  # fmt: skip

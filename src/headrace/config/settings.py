@@ -145,6 +145,12 @@ class RolloutSettings(Section):
     """Tokens that end a completion besides the model's own end of text; each must be one token."""
     max_lag: int = Field(1, ge=0)
     """Most optimizer steps between a group's oldest token and the step that trains it; 0 is synchronous."""
+    over_provision: float | None = Field(None, ge=1)
+    """Batches of groups under way; a step takes the first `groups_per_step` to finish, the others go on and are trained
+    later, within `max_lag`. Not set: `max_lag` + 1, the most that can be; less keeps samples fresher."""
+    quorum: float = Field(1.0, ge=0.75, le=1)
+    """Share of a group's attempts with which it may be trained; late ones join a later batch, within `max_lag`, and are
+    compared with these. 1 waits for all."""
     staleness: Literal["pace", "drop"] = "pace"
     """At the bound, `pace` makes the trainer wait for the late group; `drop` cancels and replaces it."""
     drop_zero_variance: bool = False

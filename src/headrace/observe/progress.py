@@ -40,6 +40,8 @@ class Progress:
         """Tokens by state that a resumed run began with."""
         self.drops: dict[str, int] = {}
         """Groups dropped, by reason."""
+        self.length_bias: float | None = None
+        """Mean length of trained attempts over that of all that ended; None: none was trained."""
         self.missing_scores: dict[str, int] = {}
         """Scores that attempts were trained without, by source and reason."""
         self.num_given_up = 0
@@ -101,6 +103,8 @@ class Progress:
             self.attempts = dict(fields["attempts"])
         if fields.get("tokens_by_state"):
             self.tokens_by_state = dict(fields["tokens_by_state"])
+        if fields.get("length_bias") is not None:
+            self.length_bias = float(fields["length_bias"])
         self.missing_scores = dict(fields.get("missing_scores") or self.missing_scores)
         self.num_given_up = int(fields.get("given_up") or self.num_given_up)
 

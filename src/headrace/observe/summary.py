@@ -53,6 +53,8 @@ class Summary:
     missing_scores: Mapping[str, int] = field(default_factory=dict)
     """By source and reason."""
     num_given_up: int = 0
+    length_bias: float | None = None
+    """Mean length of trained attempts over that of all that ended; None: none was trained."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON types only, with the totals written out."""
@@ -95,6 +97,7 @@ class Summary:
             ("goodput", f"{short(self.goodput)} trained tokens per device-second"),
             ("idle", f"{idle} (of the time since loading)" if idle else "no role has reported"),
             *self._scoring(),
+            *self._lengths(),
             ("verdict", self.verdict.text),
         ]
         return [*lines, ("run", self.run_dir)] if self.run_dir else lines
@@ -110,6 +113,14 @@ class Summary:
             parts.append(f"{self.num_given_up} attempts given up early")
         parts += [f"{count} scores missing ({reason})" for reason, count in self.missing_scores.items()]
         return [("scoring", "; ".join(parts))]
+
+    def _lengths(self) -> list[tuple[str, str]]:
+        """Whether training saw answers as long as they were given; nothing where it saw all of them."""
+        if self.length_bias is None or f"{self.length_bias:.3f}" == "1.000":
+            return []
+        return [
+            ("lengths", f"a trained attempt has {self.length_bias:.3f} times the tokens of all that ended")
+        ]
 
     def tables(self) -> list[LedgerTable]:
         return [table for table in (_attempt_table(self), _time_table(self)) if len(table.rows) > 1]
@@ -148,6 +159,7 @@ def summarise(progress: Progress) -> Summary:
         verdict=judge(progress.roles, progress.tokens_by_state, progress.mean_attempts),
         missing_scores=dict(progress.missing_scores),
         num_given_up=progress.num_given_up,
+        length_bias=progress.length_bias,
     )
 
 

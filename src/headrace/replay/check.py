@@ -131,6 +131,8 @@ def _group_faults(group: RecordedGroup) -> Iterator[str]:
             yield f"it was {group.ended}, but the record of its scores is lost"
         return
     for number, attempt in sorted(group.attempts.items()):
+        if number in group.waiting:
+            continue
         if attempt.total is None or not math.isfinite(attempt.total):
             yield f"attempt {number} has the return {attempt.total}"
         if attempt.trajectories is None:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.algos.advantages import BATCH_SCALED, BATCH_WHITENED, scale_by_returns, whiten
+from headrace.data.samples import NEVER_SAMPLED, oldest_version
 from headrace.runtime.buffer import ReadyGroup
+from headrace.runtime.parts import is_late
 from headrace.types import Sample, TrainBatch
 
 
@@ -38,19 +40,27 @@ def _finished(groups: Sequence[ReadyGroup], advantage: str) -> Sequence[Sample]:
 
 
 def describe(groups: Sequence[ReadyGroup], version: int) -> dict[str, float]:
-    """Reward, lag and size of a batch trained from ``version``."""
+    """Reward, lag and size of a batch trained from ``version``; ``age_spread`` is how many versions lie between its
+    oldest sample and its newest, an age being that of the oldest token."""
     samples = [sample for group in groups for sample in group.samples]
     sampled = np.concatenate([sample.loss_mask for sample in samples])
     lags = version - np.concatenate([sample.versions for sample in samples])[sampled]
+    ages = [version - age for age in map(oldest_version, samples) if age != NEVER_SAMPLED]
+    ordinary = [group for group in groups if not group.is_branch]
+    num_late = sum(len(group.samples) for group in groups if is_late(group.group))
     branches = [group.mean_return for group in groups if group.is_branch]
     of_branches = (
         {"pivot_groups": len(branches), "pivot_reward": float(np.mean(branches))} if branches else {}
     )
     return {
-        "reward": float(np.mean([group.mean_return for group in groups if not group.is_branch])),
+        "reward": float(
+            np.average([g.mean_return for g in ordinary], weights=[max(1, len(g.returns)) for g in ordinary])
+        ),
         "lag_mean": float(lags.mean()) if lags.size else 0.0,
         "lag_max": int(lags.max()) if lags.size else 0,
+        "age_spread": max(ages) - min(ages) if ages else 0,
         "tokens": int(lags.size),
         "samples": len(samples),
+        **({"late_samples": num_late} if num_late else {}),
         **of_branches,
     }

@@ -1,8 +1,8 @@
 """The bounded rollout buffer: scored groups wait here until a step may train them.
 
 In: groups that were scored, built into samples once. Out: one batch of exactly ``groups_per_step``
-groups and the branch groups that are ready, ordered by (group, attempt), never by arrival, so that equal
-inputs give equal batches. What may be taken is decided by ``staleness.decide``; the buffer only waits for the
+groups and the branch groups and late attempts that are ready, ordered by (group, attempt), never by arrival, so that
+equal inputs give equal batches. What may be taken is decided by ``staleness.decide``; the buffer only waits for the
 decision. Its size is bounded by the slots of admission, not here.
 """
 
@@ -21,6 +21,7 @@ from headrace.types import Sample
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyGroup:
     group: int
+    """Its number; of late attempts, their part's (``parts``)."""
     samples: tuple[Sample, ...]
     """Ordered by attempt."""
     oldest_version: int
@@ -36,11 +37,12 @@ class RolloutBuffer:
         self,
         plan: RunPlan,
         unfinished: Callable[[], Mapping[int, int]],
-        is_branch: Callable[[int], bool] = lambda group: False,
+        rides: Callable[[int], bool] = lambda group: False,
     ) -> None:
-        """``unfinished`` maps each admitted group that is not here yet to its oldest possible version."""
+        """``unfinished`` maps each admitted group that is not here yet to its oldest possible version; ``rides`` tells
+        those that ride along with a step."""
         self._plan = plan
-        self._is_branch = is_branch
+        self._rides = rides
         self.next_version = 0
         """What the step starts from whose batch is not decided yet."""
         self._unfinished = unfinished
@@ -69,7 +71,7 @@ class RolloutBuffer:
         return decide(
             {g: ready.oldest_version for g, ready in self._ready.items()},
             unfinished,
-            branches={g for g in (*self._ready, *unfinished) if self._is_branch(g)},
+            branches={g for g in (*self._ready, *unfinished) if self._rides(g)},
             version=version,
             groups_per_step=self._plan.groups_per_step,
             max_lag=self._plan.max_lag,

@@ -5,18 +5,21 @@ In: admitted groups. Out: ``ReadyGroup`` for the buffer through ``on_ready``, or
 ``on_dropped``. A group that is told to end (too old, run over, a sibling failed) first gets back
 from the engines what it had sampled, so that no token goes uncounted. The attempts of a branch group must have begun
 under one version, since they are compared with each other alone; where an update came between, the group is stale.
+
+With a quorum (``plan.quorum``) a group becomes ready when so many of its attempts have ended and can be told apart; the
+others go on and become ready as a part of their own, held against the returns of the quorum, which never change again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from headrace.algos.advantages import ADVANTAGES, is_zero_variance, overlong_penalty
+from headrace.algos.advantages import ADVANTAGES, against_frozen, is_zero_variance, overlong_penalty
 from headrace.algos.process import token_advantages
 from headrace.data.kept_limits import mask_fault
 from headrace.data.returns import weighted_return
@@ -26,6 +29,7 @@ from headrace.errors import CheckpointError, InvariantError, PromptTooLongError,
 from headrace.protocols import Environment
 from headrace.runtime.buffer import ReadyGroup
 from headrace.runtime.journal import Record
+from headrace.runtime.parts import group_of, is_late
 from headrace.runtime.pivots import start_versions
 from headrace.runtime.plan import RunPlan
 from headrace.runtime.process_rewards import ProcessRewards
@@ -37,6 +41,17 @@ from headrace.types import DropReason, Episode, EpisodeGroup
 
 FATAL = (InvariantError, RoleError, CheckpointError, WeightSyncError)
 """Faults of the run itself; anything else is the group's own and ends only the group."""
+_Attempts = dict[asyncio.Task[None], int]
+"""Attempts under way, by their tasks."""
+
+
+class _Unusable(Exception):
+    """Attempts ended, and cannot be trained."""
+
+    def __init__(self, reason: DropReason, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
 
 
 class GroupRunner:
@@ -80,16 +95,12 @@ class GroupRunner:
         self._tasks[live.group] = task
         task.add_done_callback(lambda t: self._finished(live.group, t))
 
-    def end(self, group: int, reason: DropReason) -> None:
-        """Drop a group as soon as its engines have handed back its tokens; buffered ones at once."""
-        if group in self._ending:
-            return
-        # A task that is done has put its group into the buffer; it is only not forgotten yet.
-        if group not in self._tasks or self._tasks[group].done():
-            self._drop(group, reason, "")
-            return
-        self._ending[group] = reason
-        self._abort(group)
+    def end(self, part: int, reason: DropReason) -> None:
+        """Drop a part that attempts run for as soon as its engines have handed back its tokens."""
+        group = group_of(part)
+        if group not in self._ending:
+            self._ending[group] = reason
+            self._abort(group)
 
     async def pause(self) -> None:
         """Stop every group where it stands, for a later resume; nothing is dropped."""
@@ -135,57 +146,76 @@ class GroupRunner:
             self._on_fatal(error)
 
     async def _run(self, live: LiveGroup) -> None:
+        tasks = self._begin(live)
         try:
-            episodes = await self._attempts(live)
-            fault = mask_fault(episodes, vocab_size=self._plan.vocab_size)
-            if fault is not None:
-                self._drop(live.group, *fault)
-                return
-            await self._score(live, episodes)
+            await self._parts(live, tasks)
         except Interrupted:
+            await self._hand_back(live, tasks)
             if not self._paused:
-                self._drop(live.group, self._ending.pop(live.group), "")
+                self._drop(live, self._ending.pop(live.group), "")
         except FATAL:
             raise
+        except _Unusable as e:
+            await self._hand_back(live, tasks)
+            self._drop(live, e.reason, e.detail)
         except PromptTooLongError as e:
-            self._drop(live.group, "over-length", str(e))
+            await self._hand_back(live, tasks)
+            self._drop(live, "over-length", str(e))
         except Exception as e:
-            self._drop(live.group, "failed", f"{type(e).__name__}: {e}")
-
-    async def _attempts(self, live: LiveGroup) -> tuple[Episode, ...]:
-        for attempt in live.episodes:
-            self._scoring.attempt_ended(live, attempt)
-        missing = [a for a in range(live.num_attempts) if a not in live.episodes]
-        tasks = {asyncio.create_task(self._attempt(live, a)): a for a in missing}
-        try:
-            if tasks:
-                await self._all(live, tasks)
-        except BaseException:
+            await self._hand_back(live, tasks)
+            self._drop(live, "failed", f"{type(e).__name__}: {e}")
+        finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            raise
-        return tuple([live.episodes[a] for a in range(live.num_attempts)])
 
-    async def _all(self, live: LiveGroup, tasks: Mapping[asyncio.Task[None], int]) -> None:
-        """Until every attempt has ended well. They began together, so one deadline is the deadline of each."""
-        attempt_s = self._plan.attempt_s
-        done, late = await asyncio.wait(tasks, timeout=attempt_s, return_when=asyncio.FIRST_EXCEPTION)
-        errors = [error for task in tasks if task in done and (error := task.exception()) is not None]
-        if not errors and not late:
-            return
-        # The siblings stop too: groups are trained or dropped whole.
-        self._ending.setdefault(live.group, "failed")
-        await self._router.abort(live.group)
-        await asyncio.wait(tasks, timeout=self._plan.sync_s)
+    def _begin(self, live: LiveGroup) -> _Attempts:
+        for attempt in live.episodes:
+            self._scoring.attempt_ended(live, attempt)
+        known = {*live.quorum, *live.episodes}
+        missing = [a for a in range(live.num_attempts) if a not in known]
+        return {asyncio.create_task(self._attempt(live, a)): a for a in missing}
+
+    async def _parts(self, live: LiveGroup, tasks: _Attempts) -> None:
+        """The quorum first, then those that were late; all at once where nobody is."""
+        # The attempts began together, so one deadline is the deadline of each.
+        deadline = asyncio.get_running_loop().time() + self._plan.attempt_s
+        if not live.quorum:
+            # Branches must have begun under one version, and are few.
+            needed = live.num_attempts if live.is_branch else self._plan.quorum_size
+            await self._until_ended(live, tasks, needed, deadline)
+            if await self._release(live, sorted(live.episodes)) and live.unscored is None:
+                return
+        await self._until_ended(live, tasks, live.num_attempts - len(live.quorum), deadline)
+        await self._release(live, sorted(live.episodes))
+
+    async def _until_ended(self, live: LiveGroup, tasks: _Attempts, needed: int, deadline: float) -> None:
+        """Until so many attempts that are not released have ended well."""
+        clock, everyone = asyncio.get_running_loop().time, live.num_attempts - len(live.quorum)
+        how = asyncio.FIRST_EXCEPTION if needed == everyone else asyncio.FIRST_COMPLETED
+        while True:
+            errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
+            late = [attempt for task, attempt in tasks.items() if not task.done()]
+            if not errors and len(live.episodes) >= needed:
+                return
+            if errors or deadline <= clock():
+                break
+            running = [task for task in tasks if not task.done()]
+            await asyncio.wait(running, timeout=deadline - clock(), return_when=how)
         if not errors:
-            attempt = min(tasks[task] for task in late)
-            text = f"attempt {live.group}/{attempt} took longer than rollout.attempt_s = {attempt_s:g} s"
+            text = f"attempt {live.group}/{min(late)} took longer than rollout.attempt_s = {self._plan.attempt_s:g} s"
             errors = [TimeoutError(text)]
         real = [error for error in errors if not isinstance(error, Interrupted)]
-        if real:
-            self._ending.pop(live.group, None)
         raise (real or errors)[0]
+
+    async def _hand_back(self, live: LiveGroup, tasks: _Attempts) -> None:
+        """Until the attempts that still run, which stop too, have told what they sampled: parts are trained or dropped
+        whole."""
+        running = [task for task in tasks if not task.done()]
+        if running:
+            self._ending.setdefault(live.group, "failed")
+            await self._router.abort(live.group)
+            await asyncio.wait(running, timeout=self._plan.sync_s)
 
     async def _attempt(self, live: LiveGroup, attempt: int) -> None:
         client = RolloutClient(
@@ -204,11 +234,35 @@ class GroupRunner:
         self._record(episode)
         self._scoring.attempt_ended(live, attempt)
 
-    async def _score(self, live: LiveGroup, episodes: tuple[Episode, ...]) -> None:
+    async def _release(self, live: LiveGroup, attempts: list[int]) -> bool:
+        """Score these attempts and put them into the buffer; false: they cannot be told apart, and the others may yet
+        make a difference."""
+        episodes = tuple([live.episodes[a] for a in attempts])
+        fault = mask_fault(episodes, vocab_size=self._plan.vocab_size)
+        if fault is not None:
+            raise _Unusable(*fault)
         if live.is_branch and len(versions := start_versions(episodes)) > 1:
-            self._drop(live.group, "stale", f"its branches began under versions {versions}")
-            return
-        settling = asyncio.create_task(self._scoring.settle(live), name=f"scores of group {live.group}")
+            raise _Unusable("stale", f"its branches began under versions {versions}")
+        missing = await self._settle(live, attempts)
+        returns = [self._return(live, episode) for episode in episodes]
+        if not live.quorum and self._tells_nothing(live, returns):
+            if len(attempts) < live.num_attempts:
+                return False
+            if self._plan.drop_zero_variance:
+                self._on_returns(live, episodes, returns)
+                raise _Unusable("zero-variance", "")
+        part = live.unscored
+        assert part is not None
+        self._on_returns(live, episodes, returns)
+        some = {"attempts": attempts} if len(attempts) < live.num_attempts else {}
+        self._record({"kind": "scored", "group": live.group, "returns": returns, "missing": missing, **some})
+        self._on_ready(ready_part(self._plan, live, part))
+        return True
+
+    async def _settle(self, live: LiveGroup, attempts: Sequence[int]) -> list[Missing]:
+        settling = asyncio.create_task(
+            self._scoring.settle(live, attempts), name=f"scores of group {live.group}"
+        )
         self._settling[live.group] = settling
         try:
             # Its deadlines are the sources' own.
@@ -218,23 +272,16 @@ class GroupRunner:
             settling.cancel()
         if live.group in self._ending or self._paused:
             raise Interrupted
-        missing = settling.result()
-        returns = [
-            weighted_return(live.rewards(e.attempt), self._plan.reward_weights)
-            + self._overlong(e)
-            - self._truncated(e)
-            for e in episodes
-        ]
+        return settling.result()
+
+    def _return(self, live: LiveGroup, episode: Episode) -> float:
+        reward = weighted_return(live.rewards(episode.attempt), self._plan.reward_weights)
+        return reward + self._overlong(episode) - self._truncated(episode)
+
+    def _tells_nothing(self, live: LiveGroup, returns: Sequence[float]) -> bool:
         # Steps that were judged tell attempts apart which ended alike.
         unjudged = self._process is None or not live.columns.get(self._process.name)
-        if self._plan.drop_zero_variance and unjudged and is_zero_variance(np.array(returns)):
-            self._on_returns(live, episodes, returns)
-            self._drop(live.group, "zero-variance", "")
-            return
-        self._on_returns(live, episodes, returns)
-        self._record({"kind": "scored", "group": live.group, "returns": returns, "missing": missing})
-        assert live.scored is not None
-        self._on_ready(ready_group(self._plan, live.scored))
+        return unjudged and is_zero_variance(np.array(returns))
 
     def _overlong(self, episode: Episode) -> float:
         if self._plan.overlong_buffer_tokens == 0:
@@ -259,16 +306,35 @@ class GroupRunner:
         if self._process is not None:
             self._process.forget(group)
 
-    def _drop(self, group: int, reason: DropReason, detail: str) -> None:
-        self._ending.pop(group, None)
-        self._forget_scores(group)
-        self._record({"kind": "drop", "group": group, "reason": reason, "detail": detail})
-        self._on_dropped(group, reason, detail)
+    def drop(self, part: int, reason: DropReason, detail: str = "") -> None:
+        """Of a part for which nothing runs any longer."""
+        self._record({"kind": "drop", "group": part, "reason": reason, "detail": detail})
+        self._on_dropped(part, reason, detail)
+
+    def _drop(self, live: LiveGroup, reason: DropReason, detail: str) -> None:
+        """The part that was under way."""
+        self._ending.pop(live.group, None)
+        self._forget_scores(live.group)
+        part = live.unscored
+        assert part is not None
+        self.drop(part, reason, detail)
 
 
-def ready_group(plan: RunPlan, scored: EpisodeGroup) -> ReadyGroup:
-    """Advantages and samples of a scored group; pure, so recovery builds the same ones again."""
-    advantages: Any = ADVANTAGES[plan.advantage](np.array(scored.returns, dtype=np.float64))
+def ready_part(plan: RunPlan, live: LiveGroup, part: int) -> ReadyGroup:
+    """A part of a group as it waits for its batch; late attempts are held against the frozen returns."""
+    scored = live.scored_part(part)
+    assert scored is not None
+    if not is_late(part):
+        return ready_group(plan, scored)
+    advantages = against_frozen(plan.advantage, scored.returns, live.frozen, group_size=live.num_attempts)
+    return replace(ready_group(plan, scored, advantages), group=part)
+
+
+def ready_group(plan: RunPlan, scored: EpisodeGroup, advantages: Any = None) -> ReadyGroup:
+    """Advantages (None: those among its attempts) and samples of a scored group; pure, so recovery builds the same
+    ones again."""
+    if advantages is None:
+        advantages = ADVANTAGES[plan.advantage](np.array(scored.returns, dtype=np.float64))
     if plan.process is not None:
         ends, scores = zip(*(step_borders(scored, e.attempt) for e in scored.episodes), strict=True)
         advantages = token_advantages(

@@ -84,6 +84,18 @@ class AttemptLedger:
             counts[entry.state] += entry.num_tokens
         return counts
 
+    def length_bias(self) -> float | None:
+        """Mean tokens of a trained attempt over the mean of every attempt whose sampling has ended: below 1, training
+        saw shorter answers than the policy gives. One that was dropped unfinished counts with what it had, so the
+        bias it stands for is at least this far from 1; what only the end of the run cut off does not count. None:
+        nothing was sampled or trained yet."""
+        attempts, tokens = self.attempts(), self.tokens()
+        ended = [state for state in attempts if state not in ("generating", "dropped:cancelled")]
+        num_ended, ended_tokens = sum(attempts[s] for s in ended), sum(tokens[s] for s in ended)
+        if not attempts["trained"] or not ended_tokens:
+            return None
+        return (tokens["trained"] / attempts["trained"]) / (ended_tokens / num_ended)
+
     def check(self) -> None:
         """Raise if the books do not balance."""
         if sum(self.attempts().values()) != self.num_admitted:

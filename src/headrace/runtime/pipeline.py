@@ -6,7 +6,8 @@
     training        a batch the staleness policy allows       a scored group; a straggler that ended
     landing         every engine to apply the new weights     the engines, between two forward passes
 
-Branch groups (``branching``) begin as soon as pivots are found and there is room; they ride along with a step.
+Branch groups (``branching``) begin as soon as pivots are found and there is room; they ride along with a step, and so
+do the late attempts of groups that were released with a quorum.
 
 Everything that happens is a journal record first (``_record``), so a run killed at any moment is resumed
 by ``checkpoint.recover``. ``max_lag = 0`` is synchronous training through exactly this code.
@@ -36,9 +37,10 @@ from headrace.runtime.branching import Branching
 from headrace.runtime.buffer import ReadyGroup, RolloutBuffer
 from headrace.runtime.checkpoint import CheckpointStore, recover
 from headrace.runtime.drops import DropWatch
-from headrace.runtime.groups import GroupRunner, ready_group
+from headrace.runtime.groups import GroupRunner, ready_part
 from headrace.runtime.journal import Journal, Record
 from headrace.runtime.outcome import OutcomeSource
+from headrace.runtime.parts import group_of, is_late
 from headrace.runtime.plan import RunPlan
 from headrace.runtime.process_rewards import ProcessRewards
 from headrace.runtime.reference import ReferencePolicy
@@ -97,7 +99,7 @@ class Pipeline:
             warn=lambda text: sink.emit("warning", {"text": text}),
         )
         self._slots = Slots(plan.capacity)
-        self._buffer = RolloutBuffer(plan, self._unfinished, lambda group: self.state.live(group).is_branch)
+        self._buffer = RolloutBuffer(plan, self._unfinished, self._rides)
         meter = ScoringMeter(asyncio.get_running_loop().time)
         steps = self._process_rewards(process, meter)
         references = [] if reference is None else [ReferencePolicy(reference, deadline_s=plan.stall_s)]
@@ -188,10 +190,12 @@ class Pipeline:
     def _adopt(self) -> None:
         """Take up the groups the journal holds: finished ones are not generated again."""
         for group, live in self.state.groups.items():
-            (self._branching.slots if live.is_branch else self._slots).charge(group)
-            if live.scored is not None:
-                self._buffer.put(self._rebuild(group))
-            else:
+            if live.is_first_open:
+                (self._branching.slots if live.is_branch else self._slots).charge(group)
+            for part in live.parts:
+                if live.scored_part(part) is not None:
+                    self._buffer.put(self._rebuild(part))
+            if live.unscored is not None:
                 self._runner.start(live)
 
     async def _admit(self) -> None:
@@ -212,7 +216,7 @@ class Pipeline:
 
     def _more_wanted(self) -> bool:
         """No more groups than the remaining steps will train."""
-        num_live = sum(not live.is_branch for live in self.state.groups.values())
+        num_live = sum(not live.is_branch and live.is_first_open for live in self.state.groups.values())
         return self.state.num_trained_groups + num_live < self._plan.total_groups
 
     async def _next_groups(self) -> tuple[ReadyGroup, ...] | None:
@@ -296,25 +300,27 @@ class Pipeline:
         if self._stop.is_set():
             await self._runner.pause()
         else:
-            for group in list(self.state.groups):
-                self._end(group, "cancelled")
+            for part in [part for live in self.state.groups.values() for part in live.parts]:
+                self._end(part, "cancelled")
             await self._runner.idle()
         if self._landings:
             await asyncio.wait(set(self._landings), timeout=self._plan.sync_s)
         await self._save()
 
-    def _end(self, group: int, reason: DropReason) -> None:
-        if group in self._buffer:
-            self._buffer.remove(group)
-        self._runner.end(group, reason)
+    def _end(self, part: int, reason: DropReason) -> None:
+        if part in self._buffer:
+            self._buffer.remove(part)
+            self._runner.drop(part, reason)
+        else:
+            self._runner.end(part, reason)
 
     def _ready(self, group: ReadyGroup) -> None:
         self._drops.scored()
         self._buffer.put(group)
 
-    def _dropped(self, group: int, reason: DropReason, detail: str) -> None:
-        self._sink.emit("drop", {"group": group, "reason": reason, "detail": detail})
-        is_branch = self._release(group)
+    def _dropped(self, part: int, reason: DropReason, detail: str) -> None:
+        self._sink.emit("drop", {"group": group_of(part), "reason": reason, "detail": detail})
+        is_branch = self._release(part)
         self._buffer.notify()
         self._branching.begin()
         if is_branch and reason != "failed":
@@ -325,7 +331,9 @@ class Pipeline:
             self._supervisor.fail(error)
 
     def _release(self, group: int) -> bool:
-        """Give back a group's slot; returns whether it was a branch group's."""
+        """Give back a group's slot (late parts have none); returns whether it was a branch group's."""
+        if is_late(group):
+            return False
         is_branch = group in self._branching.slots
         (self._branching.slots if is_branch else self._slots).release((group,))
         self._branching.ended(group)
@@ -351,12 +359,14 @@ class Pipeline:
         )
 
     def _unfinished(self) -> dict[int, int]:
-        return {g: live.version for g, live in self.state.groups.items() if live.scored is None}
+        groups = self.state.groups.values()
+        return {part: live.version for live in groups if (part := live.unscored) is not None}
 
-    def _rebuild(self, group: int) -> ReadyGroup:
-        scored = self.state.live(group).scored
-        assert scored is not None
-        return ready_group(self._plan, scored)
+    def _rides(self, part: int) -> bool:
+        return is_late(part) or self.state.live(part).is_branch
+
+    def _rebuild(self, part: int) -> ReadyGroup:
+        return ready_part(self._plan, self.state.live(part), part)
 
     def _record(self, record: Record) -> None:
         """Journal, then memory. What one turn of the event loop records is written at its end, together; a

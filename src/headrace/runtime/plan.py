@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from headrace.algos.pivots import PivotRule
 from headrace.data.routing import RouterShape
@@ -32,6 +33,10 @@ class RunPlan:
     group_size: int
     groups_per_step: int
     max_lag: int = 1
+    over_provision: float | None = None
+    """Batches of groups under way; None: ``max_lag + 1``, the most that can all be trained in time."""
+    quorum: float = 1.0
+    """Share of a group's attempts with which it is ready; the late ones follow, held against these."""
     staleness: StalenessPolicy = "pace"
     advantage: str = "grpo"
     """A name in ``algos.advantages.ADVANTAGES``."""
@@ -67,7 +72,15 @@ class RunPlan:
 
     @property
     def capacity(self) -> int:
-        return (self.max_lag + 1) * self.groups_per_step
+        most = (self.max_lag + 1) * self.groups_per_step
+        if self.over_provision is None:
+            return most
+        # The subtrahend: 1.1 x 10 must be 11, whatever floating point makes of it.
+        return min(most, ceil(self.over_provision * self.groups_per_step - 1e-9))
+
+    @property
+    def quorum_size(self) -> int:
+        return ceil(self.quorum * self.group_size - 1e-9)
 
     @property
     def branch_capacity(self) -> int:

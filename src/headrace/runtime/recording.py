@@ -23,6 +23,7 @@ from headrace.data import completions
 from headrace.errors import ConfigError
 from headrace.runtime.checkpoint import STATE_FILE
 from headrace.runtime.journal import salvage, segment_path, segment_steps
+from headrace.runtime.parts import group_of, is_late, late_part
 from headrace.runtime.state import REFERENCE
 from headrace.types import Completion, Episode, ScoreColumn, Task, Trajectory, Turn
 
@@ -79,8 +80,14 @@ class RecordedGroup:
     attempts: dict[int, RecordedAttempt] = field(default_factory=dict)
     ended: str = "generating"
     ref_logprobs: tuple[np.ndarray, ...] | None = None
+    waiting: set[int] = field(default_factory=set)
+    """Late attempts that were not scored, though a quorum of the others was."""
     reference: dict[int, tuple[np.ndarray, ...]] = field(default_factory=dict)
     """By attempt, what the reference said of its samples before the group was scored."""
+
+    def tell(self, part: int, text: str) -> None:
+        """How the group, or its late attempts, went on."""
+        self.ended = f"{self.ended}; late attempts {text}" if is_late(part) else text
 
     def attempt(self, number: int) -> RecordedAttempt:
         return self.attempts.setdefault(number, RecordedAttempt())
@@ -124,22 +131,22 @@ class Recording:
         if kind in ("take", "trained"):
             if kind == "trained":
                 self.newest_version = max(self.newest_version, record["version"])
-            for number in record["groups"]:
+            for part in record["groups"]:
                 verb = "training in" if kind == "take" else "trained in"
-                self.group(number).ended = f"{verb} step {record['step']}"
+                self.group(group_of(part)).tell(part, f"{verb} step {record['step']}")
             return
         if kind == "scores":
             for column in record["columns"]:
                 _add_column(self.group(column.group), column)
             return
-        group = self.group(record["group"])
+        group = self.group(group_of(record["group"]))
         if kind == "admit":
             group.task, group.version = record["task"], record["version"]
             for number in range(record["attempts"]):
                 group.attempt(number)
         elif kind == "drop":
             detail = f" ({record['detail']})" if record["detail"] else ""
-            group.ended = f"dropped: {record['reason']}{detail}"
+            group.tell(record["group"], f"dropped: {record['reason']}{detail}")
         elif kind == "scored":
             _add_scores(group, record)
         else:
@@ -150,21 +157,35 @@ class Recording:
         self.newest_version = max(self.newest_version, state["version"])
         for live in state["groups"]:
             group = RecordedGroup(live["group"], live["task"], live["version"])
-            for number in range(live["num_attempts"]):
-                attempt = group.attempt(number)
-                attempt.turns = dict(enumerate(live["turns"].get(number, [])))
-                attempt.unfinished = live["unfinished"].get(number)
-            scored = live["scored"]
-            episodes = live["episodes"].values() if scored is None else scored.episodes
-            for episode in episodes:
-                _add_episode(group.attempt(episode.attempt), episode)
-            for column in [c for by_attempt in live["columns"].values() for c in by_attempt.values()]:
-                _add_column(group, column)
-            if scored is not None:
-                group.ended, group.ref_logprobs = "buffered", scored.ref_logprobs
-                for episode, total in zip(scored.episodes, scored.returns, strict=True):
-                    group.attempts[episode.attempt].total = total
+            # A quorum that has ended is nothing the checkpoint knows of any more.
+            ended = live["quorum"] if live["scored"] is None else []
+            if ended and group.group in self.groups:
+                before = self.groups[group.group]
+                group.attempts, group.ended = {a: before.attempt(a) for a in ended}, before.ended
+            _add_live(group, live, [a for a in range(live["num_attempts"]) if a not in ended])
             self.groups[group.group] = group
+
+
+def _add_live(group: RecordedGroup, live: dict[str, Any], numbers: list[int]) -> None:
+    """What a checkpoint holds of these attempts."""
+    for number in numbers:
+        attempt = group.attempt(number)
+        attempt.turns = dict(enumerate(live["turns"].get(number, [])))
+        attempt.unfinished = live["unfinished"].get(number)
+    parts = [part for part in (live["scored"], live["late"]) if part is not None]
+    for episode in (*live["episodes"].values(), *(e for part in parts for e in part.episodes)):
+        _add_episode(group.attempt(episode.attempt), episode)
+    for column in [c for by_attempt in live["columns"].values() for c in by_attempt.values()]:
+        _add_column(group, column)
+    for part in parts:
+        if group.ended == "generating":
+            group.ended = "buffered"
+        # Of a part, the rows do not say which attempt they belong to.
+        group.ref_logprobs = part.ref_logprobs if len(part.episodes) == live["num_attempts"] else None
+        for episode, total in zip(part.episodes, part.returns, strict=True):
+            group.attempts[episode.attempt].total = total
+    if live["quorum"]:
+        group.waiting = {number for number in numbers if group.attempts[number].total is None}
 
 
 def _add_to_attempt(attempt: RecordedAttempt, record: dict[str, Any]) -> None:
@@ -194,11 +215,15 @@ def _add_column(group: RecordedGroup, column: ScoreColumn) -> None:
 
 
 def _add_scores(group: RecordedGroup, record: dict[str, Any]) -> None:
-    group.ended = "buffered"
-    if group.reference:
-        group.ref_logprobs = tuple([row for a in sorted(group.reference) for row in group.reference[a]])
-    for number, total in enumerate(record["returns"]):
+    numbers = record.get("attempts", range(len(record["returns"])))
+    for number, total in zip(numbers, record["returns"], strict=True):
         group.attempt(number).total = total
+    group.tell(late_part(group.group) if group.waiting else group.group, "buffered")
+    group.waiting = {number for number, attempt in group.attempts.items() if attempt.total is None}
+    known = [a for a in sorted(group.reference) if a not in group.waiting]
+    # A quorum that a checkpoint has let go took its rows along.
+    if known and ("attempts" not in record or set(known) == group.attempts.keys() - group.waiting):
+        group.ref_logprobs = tuple([row for a in known for row in group.reference[a]])
 
 
 def _add_episode(attempt: RecordedAttempt, episode: Episode) -> None:

@@ -87,6 +87,7 @@ class Reporter:
         return {
             "attempts": self._state.ledger.attempts(),
             "tokens_by_state": self._state.ledger.tokens(),
+            "length_bias": self._state.ledger.length_bias(),
             "missing_scores": dict(self._state.missing_scores),
             "given_up": self._state.num_given_up,
         }

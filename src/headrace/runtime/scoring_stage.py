@@ -63,26 +63,35 @@ class ScoringStage:
             if source.per_attempt and not _is_known(source, live, attempt):
                 self._ask(source, live, (attempt,))
 
-    async def settle(self, live: LiveGroup) -> list[Missing]:
-        """Returns when every source has spoken of every attempt of a finished group, or has been given up; says what
-        is missing. Raises the fault of a required source."""
+    async def settle(self, live: LiveGroup, attempts: Sequence[int]) -> list[Missing]:
+        """Returns when every source has spoken of these attempts of a group, which have ended, or has been given up;
+        says what is missing. Raises the fault of a required source."""
         for source in self._sources:
-            unknown = [a for a in range(live.num_attempts) if not _is_known(source, live, a)]
-            for attempts in [(a,) for a in unknown] if source.per_attempt else [tuple(unknown)]:
-                if attempts:
-                    self._ask(source, live, attempts)
+            unknown = [a for a in attempts if not _is_known(source, live, a)]
+            for asked in [(a,) for a in unknown] if source.per_attempt else [tuple(unknown)]:
+                if asked:
+                    self._ask(source, live, asked)
         try:
             with self.meter.holding():
-                waits = [self._answers(source, live.group) for source in self._sources]
+                waits = [self._answers(source, live.group, attempts) for source in self._sources]
                 return [missing for found in await _all(waits) for missing in found]
         finally:
-            self.forget(live.group)
+            self._give_up(live.group, attempts)
 
     def forget(self, group: int) -> None:
         """Give up every question about a group that has ended."""
         for source in self._sources:
             for question in self._asked.pop((group, source.name), {}).values():
                 question.cancel()
+
+    def _give_up(self, group: int, attempts: Sequence[int]) -> None:
+        """Only the questions about these attempts."""
+        for source in self._sources:
+            questions = self._asked.pop((group, source.name), {})
+            for about in [about for about in questions if set(about) <= set(attempts)]:
+                questions.pop(about).cancel()
+            if questions:
+                self._asked[group, source.name] = questions
 
     def status(self) -> RoleStatus:
         queued = sum(not q.done() for questions in self._asked.values() for q in questions.values())
@@ -105,8 +114,9 @@ class ScoringStage:
         check_columns(source.name, live.group, attempts, columns)
         self._record({"kind": "scores", "columns": list(columns)})
 
-    async def _answers(self, source: ScoreSource, group: int) -> list[Missing]:
-        questions = self._asked.get((group, source.name), {})
+    async def _answers(self, source: ScoreSource, group: int, attempts: Sequence[int]) -> list[Missing]:
+        asked = self._asked.get((group, source.name), {})
+        questions = {about: question for about, question in asked.items() if set(about) <= set(attempts)}
         if not questions:
             return []
         how = asyncio.FIRST_EXCEPTION if source.required else asyncio.ALL_COMPLETED

@@ -1,10 +1,11 @@
 """Admission: how many groups may be under way, so that none is born stale.
 
-Capacity is ``(max_lag + 1) * groups_per_step``. A slot is charged when a group is admitted. It is
-released when every live engine has the weights of the step that trained the group, or at once when
-the group is dropped (its replacement then takes the slot). ``max_lag = 0`` leaves one batch of slots:
+Capacity is at most ``(max_lag + 1) * groups_per_step`` (``RunPlan.capacity``). A slot is charged when a
+group is admitted. It is released when every live engine has the weights of the step that trained the group,
+or at once when the group is dropped (its replacement then takes the slot). ``max_lag = 0`` leaves one batch of slots:
 the next batch starts only after the weights of the last have arrived, which is synchronous training.
-Branch groups have slots of their own, since they ride along with whatever step comes next.
+Branch groups have slots of their own, since they ride along with whatever step comes next. Late attempts, which ride
+along too, have none: they began with their group, and there are at most a quarter of its number.
 """
 
 from __future__ import annotations

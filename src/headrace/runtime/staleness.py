@@ -10,13 +10,14 @@ version ``s`` if ``s - oldest <= max_lag``. Two policies keep that bound:
 - ``drop``: the step is taken as soon as ``B`` fresh groups are ready; groups that can then no longer
   be trained, finished or not, are dropped at once.
 
-Branch groups ride along: a step takes every one that is ready, beyond its ``B`` groups, so they compete with nobody
-for a place. Under ``pace`` a step is only not taken while a branch group is unfinished that it would make too old.
+Branch groups and late parts (``parts``) ride along: a step takes every one that is ready, beyond its ``B`` groups, so
+they compete with nobody for a place. Under ``pace`` a step is only not taken while one of them is unfinished that it
+would make too old.
 
 Why ``pace`` never waits for ever: capacity is ``(max_lag + 1) * B`` slots and a slot is released only
 when the engines have the weights of the step that used it, so the condition holds for whatever
 is admitted; taking the ``B`` oldest keeps it. A branch group is begun only if the next step could train what it
-samples, and ends by itself. ``tests/unit/runtime/test_staleness.py`` checks this.
+samples, and ends by itself; so do late attempts. ``tests/unit/runtime/test_staleness.py`` checks this.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from headrace.runtime.parts import group_of
 
 StalenessPolicy = Literal["pace", "drop"]
 
@@ -50,7 +53,7 @@ def decide(
 ) -> Decision:
     """``buffered`` and ``unfinished`` map a group to the version of its oldest token (a lower bound
     while it is unfinished); ``version`` is that of the weights the next step starts from; ``branches`` are those
-    of the groups that ride along."""
+    of the groups, or parts of groups, that ride along."""
     late = tuple(sorted(g for g, old in (*buffered.items(), *unfinished.items()) if version - old > max_lag))
     if late:
         return Decision(take=None, drop=late, waits_for="replacements of groups that grew too old")
@@ -66,7 +69,7 @@ def decide(
         late_branches = [g for g in unfinished if g in branches and version + 1 - unfinished[g] > max_lag]
         if late_branches or not fits:
             straggler = min(late_branches or waiting, key=lambda g: (unfinished[g], g))
-            text = f"group {straggler}, begun at version {unfinished[straggler]}, which would grow too old"
+            text = f"group {group_of(straggler)}, begun at version {unfinished[straggler]}, which would grow too old"
             return Decision(take=None, waits_for=text)
     return Decision(take=take)
 

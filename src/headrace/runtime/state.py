@@ -10,13 +10,15 @@ killed controller knew is what its successor reads back. The record kinds:
     episode  {group, attempt, trajectories}        an attempt is finished; a trajectory is a list of its turns
                                                    by number, text, policy and trainable
     scores   {columns}                             a source has said something of these attempts
-    scored   {group, returns, missing}             the group waits for its batch; ``missing`` lists what it goes
-                                                   without, as (source, attempt, why)
+    scored   {group, returns, missing, attempts}   these attempts (left out: all) wait for their batch; ``missing``
+                                                   lists what they go without, as (source, attempt, why)
     pivots   {tasks, room}                         points inside failed attempts of a group, for branch groups
     explored {depth, success}                      how a branch group that began at this depth ended
     drop     {group, reason, detail}               a group ends untrained
     take     {step, groups}                        a step begins to train these groups
     trained  {step, version, groups}               ... and has; its slots are held until the weights arrive
+
+In the last three a group that was released with a quorum of its attempts is named by its part (``parts``).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import numpy as np
 from headrace.data import completions
 from headrace.errors import InvariantError
 from headrace.runtime.ledger import AttemptLedger
+from headrace.runtime.parts import group_of, is_late, late_part
 from headrace.runtime.pivots import PivotMemory
 from headrace.types import (
     Completion,
@@ -64,6 +67,39 @@ class LiveGroup:
     columns: dict[str, dict[int, ScoreColumn]] = field(default_factory=dict)
     """What has been said of its attempts, by source and attempt."""
     scored: EpisodeGroup | None = None
+    """Its first part, until that has ended."""
+    quorum: list[int] = field(default_factory=list)
+    """Attempts of the first part; none: it is not scored yet."""
+    frozen: list[float] = field(default_factory=list)
+    """Their returns, which late attempts are compared with."""
+    late: EpisodeGroup | None = None
+    """The attempts that ended after the quorum was released, once they are scored."""
+    late_ended: bool = False
+
+    def attempts(self, part: int) -> list[int]:
+        everyone = range(self.num_attempts)
+        if is_late(part):
+            return [a for a in everyone if a not in self.quorum]
+        return self.quorum or list(everyone)
+
+    def scored_part(self, part: int) -> EpisodeGroup | None:
+        return self.late if is_late(part) else self.scored
+
+    @property
+    def is_first_open(self) -> bool:
+        """Its first part still waits for its step."""
+        return not self.quorum or self.scored is not None
+
+    @property
+    def parts(self) -> list[int]:
+        """Those that have not ended."""
+        is_late_open = bool(self.quorum) and len(self.quorum) < self.num_attempts and not self.late_ended
+        return [self.group] * self.is_first_open + [late_part(self.group)] * is_late_open
+
+    @property
+    def unscored(self) -> int | None:
+        """The part that attempts still run for; None: all are scored."""
+        return next((part for part in self.parts if self.scored_part(part) is None), None)
 
     @property
     def is_branch(self) -> bool:
@@ -132,14 +168,21 @@ class RunState:
             groups={group.group: group for group in groups},
         )
 
-    def live(self, group: int) -> LiveGroup:
+    def live(self, part: int) -> LiveGroup:
         try:
-            return self.groups[group]
+            return self.groups[group_of(part)]
         except KeyError:
-            raise InvariantError(f"group {group} is not live") from None
+            raise InvariantError(f"group {group_of(part)} is not live") from None
 
-    def attempts(self, group: int) -> range:
-        return range(self.live(group).num_attempts)
+    def end(self, part: int) -> None:
+        """A part was trained or dropped; the group is forgotten with its last one."""
+        live = self.live(part)
+        if is_late(part):
+            live.late, live.late_ended = None, True
+        else:
+            live.scored = None
+        if not live.quorum or not live.parts:
+            del self.groups[live.group]
 
 
 def _admit(state: RunState, r: dict[str, Any]) -> None:
@@ -206,28 +249,41 @@ def _continued(known: ScoreColumn, more: ScoreColumn) -> ScoreColumn:
 
 def _scored(state: RunState, r: dict[str, Any]) -> None:
     live = state.live(r["group"])
-    state.ledger.move(live.group, range(live.num_attempts), "scoring", "buffered")
-    episodes = tuple(
-        _with_rewards(live.episodes[attempt], live.rewards(attempt)) for attempt in range(live.num_attempts)
-    )
-    references = live.columns.pop(REFERENCE, None)
-    taught = live.columns.pop(TEACHER, None)
-    columns = [of_source[a] for _, of_source in sorted(live.columns.items()) for a in sorted(of_source)]
-    live.scored = EpisodeGroup(
-        group=live.group,
-        task=live.task,
-        episodes=episodes,
-        returns=tuple(r["returns"]),
-        ref_logprobs=None if references is None else _of_samples(references),
-        teacher=None if taught is None else _taught(taught),
-        # Rewards are with the episodes.
-        scores=tuple([c for c in columns if c.step_ends is not None or c.logprobs is not None]),
-    )
+    attempts = list(r.get("attempts", range(live.num_attempts)))
+    state.ledger.move(live.group, tuple(attempts), "scoring", "buffered")
+    scored = _bound(live, attempts, r["returns"])
+    if live.quorum:
+        live.late = scored
+    else:
+        live.scored, live.quorum, live.frozen = scored, attempts, list(r["returns"])
     for source, _, why in r["missing"]:
         name = f"{source}: {why}"
         state.missing_scores[name] = state.missing_scores.get(name, 0) + 1
-    # The scored group holds the episodes; keeping them twice would double the checkpoint.
-    live.turns, live.episodes, live.columns = {}, {}, {}
+
+
+def _bound(live: LiveGroup, attempts: list[int], returns: list[float]) -> EpisodeGroup:
+    """These attempts with all that was said of them, which the live group then lets go: keeping them twice would
+    double the checkpoint."""
+    episodes = tuple(_with_rewards(live.episodes.pop(a), live.rewards(a)) for a in attempts)
+    said = {
+        source: {a: of_source.pop(a) for a in attempts if a in of_source}
+        for source, of_source in sorted(live.columns.items())
+    }
+    for attempt in attempts:
+        live.turns.pop(attempt, None)
+    live.columns = {source: of_source for source, of_source in live.columns.items() if of_source}
+    references, taught = said.pop(REFERENCE, None), said.pop(TEACHER, None)
+    columns = [of_source[a] for of_source in said.values() for a in sorted(of_source)]
+    return EpisodeGroup(
+        group=live.group,
+        task=live.task,
+        episodes=episodes,
+        returns=tuple(returns),
+        ref_logprobs=_of_samples(references) if references else None,
+        teacher=_taught(taught) if taught else None,
+        # Rewards are with the episodes.
+        scores=tuple([c for c in columns if c.step_ends is not None or c.logprobs is not None]),
+    )
 
 
 def _taught(columns: dict[int, ScoreColumn]) -> tuple[TeacherScores, ...] | None:
@@ -266,20 +322,23 @@ def _explored(state: RunState, r: dict[str, Any]) -> None:
 
 def _drop(state: RunState, r: dict[str, Any]) -> None:
     live = state.live(r["group"])
-    state.ledger.drop(live.group, range(live.num_attempts), r["reason"])
-    del state.groups[live.group]
+    state.ledger.drop(live.group, tuple(live.attempts(r["group"])), r["reason"])
+    state.end(r["group"])
 
 
 def _take(state: RunState, r: dict[str, Any]) -> None:
-    for group in r["groups"]:
-        state.ledger.move(group, state.attempts(group), "buffered", "training")
+    for part in r["groups"]:
+        live = state.live(part)
+        state.ledger.move(live.group, tuple(live.attempts(part)), "buffered", "training")
 
 
 def _trained(state: RunState, r: dict[str, Any]) -> None:
     state.step, state.version = r["step"], r["version"]
-    for group in r["groups"]:
-        state.ledger.move(group, state.attempts(group), "training", "trained")
-        state.num_trained_groups += not state.groups.pop(group).is_branch
+    for part in r["groups"]:
+        live = state.live(part)
+        state.ledger.move(live.group, tuple(live.attempts(part)), "training", "trained")
+        state.num_trained_groups += not live.is_branch and not is_late(part)
+        state.end(part)
 
 
 _HANDLERS = {

@@ -128,7 +128,12 @@ class WeightSync:
         deadline_s: float | None = None,
     ) -> list[T]:
         wait_s = deadline_s or self._deadline_s
-        return await asyncio.gather(*(self._within(f"{what} on {e.name}", call(e), wait_s) for e in engines))
+
+        async def one(engine: Engine) -> T:
+            # The call is made only here: one that is cancelled before it begins must leave nothing unawaited.
+            return await self._within(f"{what} on {engine.name}", call(engine), wait_s)
+
+        return await asyncio.gather(*map(one, engines))
 
     async def _within(self, what: str, wait: Awaitable[T], deadline_s: float) -> T:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from harness import MemorySink, ParityScorer, make_pipeline, make_plan
@@ -36,10 +37,24 @@ class Sink(MemorySink):
             self.pipeline.state.ledger.check()
 
 
-async def one_life(run_dir: Path, plan, life_s: float | None):
-    """Run until the plan is done (returns state and trainer) or until killed after ``life_s``."""
+class SameBatches(ScriptedTrainer):
+    """Whoever trains a step gets the same batch for it, in whatever life."""
+
+    def __init__(self, seen: dict, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.seen = seen
+
+    async def step(self, batch):
+        told = [(s.group, s.attempt, s.advantages.tobytes(), s.versions.tobytes()) for s in batch.samples]
+        assert self.seen.setdefault(batch.step, told) == told
+        return await super().step(batch)
+
+
+async def one_life(run_dir: Path, plan, life_s: float | None, seen: dict):
+    """Run until the plan is done (returns state and trainer) or until killed after ``life_s``; ``seen`` are the
+    batches of all lives."""
     sink = Sink()
-    trainer = ScriptedTrainer(token_s=0.002)
+    trainer = SameBatches(seen, token_s=0.002)
     engine = ScriptedEngine(script=hashed_script(mean_tokens=12), token_s=0.02)
     pipeline = make_pipeline(
         run_dir, plan, engines=[engine], trainer=trainer, scorer=FlakyScorer(0.05), sink=sink
@@ -64,8 +79,11 @@ async def one_life(run_dir: Path, plan, life_s: float | None):
     drop_zero_variance=st.booleans(),
     mode=st.sampled_from(["never", "drain", "abort", "block"]),
     checkpoint_every=st.integers(1, 4),
+    over_provision=st.sampled_from([None, 1.0, 1.5]),
 )
-def test_killed_at_random_moments(lives, max_lag, policy, drop_zero_variance, mode, checkpoint_every):
+def test_killed_at_random_moments(
+    lives, max_lag, policy, drop_zero_variance, mode, checkpoint_every, over_provision
+):
     plan = make_plan(
         steps=5,
         max_lag=max_lag,
@@ -73,28 +91,70 @@ def test_killed_at_random_moments(lives, max_lag, policy, drop_zero_variance, mo
         drop_zero_variance=drop_zero_variance,
         interrupt=mode,
         checkpoint_every=checkpoint_every,
+        over_provision=over_provision,
         error_budget=0.5,
     )
+    _, trainer = all_lives(plan, lives)
+    assert len(trainer.counts) == plan.steps * plan.groups_per_step * plan.group_size
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lives=st.lists(st.floats(0.0, 3.0), max_size=5),
+    max_lag=st.integers(1, 3),
+    policy=st.sampled_from(["pace", "drop"]),
+    drop_zero_variance=st.booleans(),
+    mode=st.sampled_from(["never", "drain", "abort", "block"]),
+    checkpoint_every=st.integers(1, 4),
+    over_provision=st.sampled_from([None, 1.0, 1.5]),
+)
+def test_killed_at_random_moments_with_late_attempts(
+    lives, max_lag, policy, drop_zero_variance, mode, checkpoint_every, over_provision
+):
+    plan = make_plan(
+        steps=5,
+        group_size=4,
+        quorum=0.75,
+        max_lag=max_lag,
+        staleness=policy,
+        drop_zero_variance=drop_zero_variance,
+        interrupt=mode,
+        checkpoint_every=checkpoint_every,
+        over_provision=over_provision,
+        error_budget=0.5,
+    )
+    state, trainer = all_lives(plan, lives)
+    assert state.num_trained_groups == plan.total_groups
+    by_group = Counter(name.split("/")[0] for name in trainer.counts)
+    assert len(by_group) == plan.total_groups
+    assert set(by_group.values()) <= {3, 4}
+
+
+def all_lives(plan, lives):
+    """State and trainer of the last one; nothing was lost, repeated or too old."""
+    seen: dict = {}
     with tempfile.TemporaryDirectory() as name:
         for life_s in (*lives, None):
-            ended = virtual_clock.run(one_life(Path(name), plan, life_s))
+            ended = virtual_clock.run(one_life(Path(name), plan, life_s, seen))
             if ended is not None:
                 break
     assert ended is not None
     state, trainer = ended
     assert state.step == plan.steps
     assert set(trainer.counts.values()) == {1}
-    assert len(trainer.counts) == plan.steps * plan.groups_per_step * plan.group_size
-    assert max(trainer.lags) <= max_lag
+    assert max(trainer.lags) <= plan.max_lag
     state.ledger.check()
     counts = state.ledger.attempts()
     assert counts["trained"] == len(trainer.counts)
     assert sum(counts[s] for s in ("generating", "scoring", "buffered", "training")) == 0
+    if plan.staleness == "pace":
+        assert counts["dropped:stale"] == 0
+    return state, trainer
 
 
 def test_finished_groups_are_not_generated_again(tmp_path):
     plan = make_plan(steps=4, max_lag=3)
-    assert virtual_clock.run(one_life(tmp_path, plan, 0.6)) is None
+    assert virtual_clock.run(one_life(tmp_path, plan, 0.6, {})) is None
 
     async def second_life():
         engine = ScriptedEngine(script=hashed_script(mean_tokens=12), token_s=0.02)

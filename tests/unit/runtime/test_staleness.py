@@ -42,12 +42,13 @@ def test_groups_past_the_bound_are_dropped():
 @given(
     max_lag=st.integers(0, 4),
     groups_per_step=st.integers(1, 4),
+    unused=st.integers(0, 16),
     choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=300),
 )
-def test_under_admission_pace_never_strands_a_group(max_lag, groups_per_step, choices):
+def test_under_admission_pace_never_strands_a_group(max_lag, groups_per_step, unused, choices):
     """Random order of finishing and of weights landing: every group is trained within the bound, and
-    the trainer is never stuck once everything under way has finished."""
-    capacity = (max_lag + 1) * groups_per_step
+    the trainer is never stuck once everything under way has finished, however few of the slots are used."""
+    capacity = max(groups_per_step, (max_lag + 1) * groups_per_step - unused)
     trainer = engines = 0
     unfinished: dict[int, int] = {}
     buffered: dict[int, int] = {}
@@ -84,3 +85,12 @@ def test_under_admission_pace_never_strands_a_group(max_lag, groups_per_step, ch
             landing.append(trainer)
         waiting = [*buffered.values(), *unfinished.values()]
         assert feasible(waiting, version=trainer, groups_per_step=groups_per_step, max_lag=max_lag)
+
+
+@given(max_lag=st.integers(0, 8), groups_per_step=st.integers(1, 8))
+def test_no_more_groups_than_the_slots_can_be_trained_in_time(max_lag, groups_per_step):
+    """Why over-provisioning ends at ``max_lag + 1`` batches: one group more has no step left."""
+    ask = {"version": 5, "groups_per_step": groups_per_step, "max_lag": max_lag}
+    most = (max_lag + 1) * groups_per_step
+    assert feasible([5] * most, **ask)
+    assert not feasible([5] * (most + 1), **ask)
