@@ -195,7 +195,6 @@ class GroupRunner:
         how = asyncio.FIRST_EXCEPTION if needed == everyone else asyncio.FIRST_COMPLETED
         while True:
             errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
-            late = [attempt for task, attempt in tasks.items() if not task.done()]
             if not errors and len(live.episodes) >= needed:
                 return
             if errors or deadline <= clock():
@@ -203,7 +202,10 @@ class GroupRunner:
             running = [task for task in tasks if not task.done()]
             await asyncio.wait(running, timeout=deadline - clock(), return_when=how)
         if not errors:
-            text = f"attempt {live.group}/{min(late)} took longer than rollout.attempt_s = {self._plan.attempt_s:g} s"
+            late = min(attempt for task, attempt in tasks.items() if not task.done())
+            text = (
+                f"attempt {live.group}/{late} took longer than rollout.attempt_s = {self._plan.attempt_s:g} s"
+            )
             errors = [TimeoutError(text)]
         real = [error for error in errors if not isinstance(error, Interrupted)]
         raise (real or errors)[0]
