@@ -329,3 +329,20 @@ def test_scores_of_late_attempts_stay_with_them_and_are_asked_for_once(tmp_path)
     for batch in trainer.seen:
         for sample in batch.samples:
             assert sample.ref_logprobs is not None and len(sample.ref_logprobs) == sample.num_tokens
+
+
+class NegativeOnce(ParityScorer):
+    """What ``maxrl`` refuses, of the first task."""
+
+    async def score(self, task, episodes):
+        return [{"value": -1.0 - e.attempt if task.id == "0" else float(e.attempt)} for e in episodes]
+
+
+def test_a_quorum_whose_advantages_cannot_be_computed_takes_its_late_attempt_along(tmp_path):
+    ask = {"script": one_slow, "max_lag": 2, "quorum": 0.75, "steps": 4, "advantage": "maxrl"}
+    state, _, sink, _ = run(tmp_path, scorer=NegativeOnce(), **ask)
+    failed = [drop for drop in sink.of("drop") if drop["reason"] == "failed"]
+    assert {drop["group"] for drop in failed} == {0}
+    assert "none may be below 0" in failed[0]["detail"]
+    assert state.ledger.attempts()["dropped:failed"] == 4
+    assert state.num_trained_groups == 4 * 4
