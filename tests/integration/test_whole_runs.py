@@ -41,6 +41,14 @@ def test_every_interrupt_mode_trains_every_attempt_within_the_lag(settings, mode
     assert sum(result.summary.tokens.values()) == result.summary.tokens["trained"]
 
 
+def test_late_attempts_and_fewer_groups_under_way_lose_nothing(settings):
+    late = {"rollout.max_lag": 2, "rollout.over_provision": 1.5, "rollout.quorum": 0.75}
+    result = train({**settings, **late})
+    attempts = result.summary.attempts
+    assert attempts["trained"] + attempts.get("dropped:cancelled", 0) == sum(attempts.values()) == 6 * 2 * 4
+    assert attempts["trained"] >= 6 * 2 * 3
+
+
 @pytest.mark.parametrize(
     ("transport", "bundle"),
     [("files", "full"), ("files", "delta"), ("collective", "full"), ("collective", "delta")],

@@ -86,11 +86,15 @@ class GroupRunner:
         """To engines; nobody waits for an answer."""
         self._settling: dict[int, asyncio.Task[list[Missing]]] = {}
         self._ending: dict[int, DropReason] = {}
+        self._released: set[int] = set()
+        """Parts of running groups that the buffer has got."""
         self._paused = False
 
     def start(self, live: LiveGroup) -> None:
         if live.task.pivot is not None:
             self._router.bind(live.group, live.task.pivot.engine)
+        if live.quorum:
+            self._released.add(live.group)
         task = asyncio.create_task(self._run(live), name=f"group {live.group}")
         self._tasks[live.group] = task
         task.add_done_callback(lambda t: self._finished(live.group, t))
@@ -139,6 +143,7 @@ class GroupRunner:
 
     def _finished(self, group: int, task: asyncio.Task[None]) -> None:
         del self._tasks[group]
+        self._released.discard(group)
         self._router.forget(group)
         self._forget_scores(group)
         error = None if task.cancelled() else task.exception()
@@ -195,7 +200,6 @@ class GroupRunner:
         how = asyncio.FIRST_EXCEPTION if needed == everyone else asyncio.FIRST_COMPLETED
         while True:
             errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
-            late = [attempt for task, attempt in tasks.items() if not task.done()]
             if not errors and len(live.episodes) >= needed:
                 return
             if errors or deadline <= clock():
@@ -203,7 +207,10 @@ class GroupRunner:
             running = [task for task in tasks if not task.done()]
             await asyncio.wait(running, timeout=deadline - clock(), return_when=how)
         if not errors:
-            text = f"attempt {live.group}/{min(late)} took longer than rollout.attempt_s = {self._plan.attempt_s:g} s"
+            late = min(attempt for task, attempt in tasks.items() if not task.done())
+            text = (
+                f"attempt {live.group}/{late} took longer than rollout.attempt_s = {self._plan.attempt_s:g} s"
+            )
             errors = [TimeoutError(text)]
         real = [error for error in errors if not isinstance(error, Interrupted)]
         raise (real or errors)[0]
@@ -256,7 +263,10 @@ class GroupRunner:
         self._on_returns(live, episodes, returns)
         some = {"attempts": attempts} if len(attempts) < live.num_attempts else {}
         self._record({"kind": "scored", "group": live.group, "returns": returns, "missing": missing, **some})
-        self._on_ready(ready_part(self._plan, live, part))
+        ready = ready_part(self._plan, live, part)
+        if live.unscored is not None:
+            self._released.add(part)
+        self._on_ready(ready)
         return True
 
     async def _settle(self, live: LiveGroup, attempts: Sequence[int]) -> list[Missing]:
@@ -312,12 +322,11 @@ class GroupRunner:
         self._on_dropped(part, reason, detail)
 
     def _drop(self, live: LiveGroup, reason: DropReason, detail: str) -> None:
-        """The part that was under way."""
+        """All that is not released: also what was scored, and could then not be built."""
         self._ending.pop(live.group, None)
         self._forget_scores(live.group)
-        part = live.unscored
-        assert part is not None
-        self.drop(part, reason, detail)
+        for part in [part for part in live.parts if part not in self._released]:
+            self.drop(part, reason, detail)
 
 
 def ready_part(plan: RunPlan, live: LiveGroup, part: int) -> ReadyGroup:

@@ -301,3 +301,12 @@ def test_sparkline() -> None:
     assert sparkline([5.0, 5.0], blocks="abc") == "aa"
     assert sparkline([0.0, 1.0, 2.0], blocks="abc") == "abc"
     assert sparkline([float(i) for i in range(100)], width=4, blocks="abcd") == "abcd"
+
+
+@pytest.mark.parametrize(("bias", "is_shown"), [(None, False), (1.0, False), (0.858, True)])
+def test_length_bias_is_shown_where_there_is_one(bias, is_shown):
+    progress = Progress()
+    progress.emit("run.end", {"length_bias": bias})
+    summary = summarise(progress)
+    assert summary.as_dict()["length_bias"] == bias
+    assert ("0.858 times the tokens" in summary.as_text()) == is_shown

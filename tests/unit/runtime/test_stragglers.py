@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from headrace.replay.check import check_recording
 from headrace.runtime.ledger import AttemptLedger
 from headrace.runtime.recording import read_recording
 from headrace.trainers.scripted import ScriptedTrainer
+from headrace.types import ScoreColumn
 
 MAX_TOKENS = 4000
 
@@ -40,7 +42,9 @@ class Batches(ScriptedTrainer):
         return await super().step(batch)
 
 
-def run(run_dir, script=long_tailed, environment=None, scorer=None, stop_after_s=None, **changes):
+def run(
+    run_dir, script=long_tailed, environment=None, scorer=None, source=None, stop_after_s=None, **changes
+):
     """(state, trainer, sink, seconds of virtual time)"""
     plan = make_plan(**{"steps": 30, "group_size": 4, "groups_per_step": 4, "checkpoint_every": 0, **changes})
 
@@ -55,6 +59,8 @@ def run(run_dir, script=long_tailed, environment=None, scorer=None, stop_after_s
             sink=sink,
             environment=environment or OneTurn(MAX_TOKENS),
             scorer=scorer,
+            reference=None if source is None else ScriptedEngine("reference"),
+            sources=[] if source is None else [source],
         )
         before = pipeline.state.ledger.num_sampled_tokens
         if stop_after_s is not None:
@@ -295,3 +301,48 @@ def check(run_dir, state):
         group.ended for group in recording.groups.values() if "late attempts trained in step" in group.ended
     ]
     assert late
+
+
+class SlowJudge:
+    """Asked about each attempt as it ends, and slow enough to answer about late ones while a quorum waits."""
+
+    name, required, per_attempt, deadline_s, concurrency = "judge", False, True, 100.0, 64
+
+    def __init__(self):
+        self.asked = Counter()
+
+    async def score(self, task, episodes):
+        await asyncio.sleep(1.0)
+        self.asked.update((e.group, e.attempt) for e in episodes)
+        return [
+            ScoreColumn(source=self.name, group=e.group, attempt=e.attempt, rewards={"judge": e.attempt / 8})
+            for e in episodes
+        ]
+
+
+def test_scores_of_late_attempts_stay_with_them_and_are_asked_for_once(tmp_path):
+    judge = SlowJudge()
+    state, trainer, sink, _ = run(tmp_path, source=judge, max_lag=3, group_size=8, quorum=0.75, steps=12)
+    assert sum(step.get("late_samples", 0) for step in sink.of("step")) > 20
+    assert set(judge.asked.values()) == {1}
+    assert not state.missing_scores
+    for batch in trainer.seen:
+        for sample in batch.samples:
+            assert sample.ref_logprobs is not None and len(sample.ref_logprobs) == sample.num_tokens
+
+
+class NegativeOnce(ParityScorer):
+    """What ``maxrl`` refuses, of the first task."""
+
+    async def score(self, task, episodes):
+        return [{"value": -1.0 - e.attempt if task.id == "0" else float(e.attempt)} for e in episodes]
+
+
+def test_a_quorum_whose_advantages_cannot_be_computed_takes_its_late_attempt_along(tmp_path):
+    ask = {"script": one_slow, "max_lag": 2, "quorum": 0.75, "steps": 4, "advantage": "maxrl"}
+    state, _, sink, _ = run(tmp_path, scorer=NegativeOnce(), **ask)
+    failed = [drop for drop in sink.of("drop") if drop["reason"] == "failed"]
+    assert {drop["group"] for drop in failed} == {0}
+    assert "none may be below 0" in failed[0]["detail"]
+    assert state.ledger.attempts()["dropped:failed"] == 4
+    assert state.num_trained_groups == 4 * 4
