@@ -13,7 +13,7 @@ others go on and become ready as a part of their own, held against the returns o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -170,9 +170,7 @@ class GroupRunner:
             await self._hand_back(live, tasks)
             self._drop(live, "failed", f"{type(e).__name__}: {e}")
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end_all(tasks)
 
     def _begin(self, live: LiveGroup) -> _Attempts:
         for attempt in live.episodes:
@@ -358,3 +356,12 @@ def ready_group(plan: RunPlan, scored: EpisodeGroup, advantages: Any = None) -> 
         mean_return=sum(scored.returns) / len(scored.returns),
         returns=scored.returns,
     )
+
+
+async def _end_all(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Nothing of these is left running, and no fault of theirs is left unheard."""
+    running = [task for task in tasks if not task.done() or (not task.cancelled() and task.exception())]
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.gather(*running, return_exceptions=True)

@@ -20,6 +20,7 @@ class ScoringMeter:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._ledger = TimeLedger(SCORING_ACTIVITIES, start=IDLE, clock=clock)
+        self._activity = IDLE
         self._num_generating = 0
         self._num_asking = 0
         self._num_answered = 0
@@ -76,4 +77,8 @@ class ScoringMeter:
         self._num_generating += generating
         self._num_asking += asking
         busy = HIDDEN if self._num_generating else EXPOSED
-        self._ledger.switch(busy if self._num_asking else IDLE)
+        activity = busy if self._num_asking else IDLE
+        # Attempts come and go by the thousand, and most change nothing here.
+        if activity != self._activity:
+            self._activity = activity
+            self._ledger.switch(activity)
