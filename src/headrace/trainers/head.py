@@ -8,7 +8,7 @@ Legend: C tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -44,8 +44,43 @@ def capped_logits(
     return logits_CV if softcap is None else logits_CV.div_(softcap).tanh_().mul_(softcap)
 
 
-def gradient_sum(master_VH: torch.Tensor | None, weight_VH: torch.Tensor) -> torch.Tensor:
-    """What a head's weight gradient is added to: the master's gradient, or zeros for one of the weight's own."""
+class HeadGradients:
+    """What the backward of a head gives, added up over its chunks. The weight's part goes to the gradient of
+    ``master_VH``, where one is given."""
+
+    def __init__(
+        self,
+        needed: Sequence[bool],
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        master_VH: torch.Tensor | None,
+    ) -> None:
+        """``needed``: of hidden states, weight and bias, as autograd says."""
+        self._hidden_NH, self._weight_VH, self._master_VH = hidden_NH, weight_VH, master_VH
+        self._of_hidden_NH = torch.empty_like(hidden_NH)
+        self._of_weight_VH = _sum_for(weight_VH, master_VH) if needed[1] else None
+        self._of_bias_V = (
+            torch.zeros_like(bias_V, dtype=torch.float32) if needed[2] and bias_V is not None else None
+        )
+
+    def add(self, chunk: slice, grad_CV: torch.Tensor) -> None:
+        """``grad_CV``: of the uncapped logits of these tokens."""
+        self._of_hidden_NH[chunk] = head_input_gradient(grad_CV, self._weight_VH)
+        if self._of_weight_VH is not None:
+            add_head_weight_gradient(self._of_weight_VH, grad_CV, self._hidden_NH[chunk])
+        if self._of_bias_V is not None:
+            self._of_bias_V += grad_CV.float().sum(0)
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Of hidden states, weight (None: it is with the master, or not needed) and bias."""
+        if self._of_weight_VH is None or self._master_VH is not None:
+            return self._of_hidden_NH, None, self._of_bias_V
+        return self._of_hidden_NH, self._of_weight_VH.to(self._weight_VH.dtype), self._of_bias_V
+
+
+def _sum_for(weight_VH: torch.Tensor, master_VH: torch.Tensor | None) -> torch.Tensor:
+    """The master's gradient, or zeros for one of the weight's own."""
     if master_VH is None:
         return torch.zeros_like(weight_VH, dtype=torch.float32)
     if master_VH.grad is None:

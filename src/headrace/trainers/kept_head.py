@@ -23,12 +23,10 @@ import torch
 
 from headrace.models.kept_sets import KeptSets
 from headrace.trainers.head import (
-    add_head_weight_gradient,
+    HeadGradients,
     capped_logits,
     chunks,
     fused,
-    gradient_sum,
-    head_input_gradient,
 )
 
 
@@ -75,12 +73,7 @@ class KeptHeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_N: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, normaliser_N, *logits_S = ctx.saved_tensors
-        grad_hidden_NH = torch.empty_like(hidden_NH)
-        grad_weight_VH = grad_bias_V = None
-        if ctx.needs_input_grad[1]:
-            grad_weight_VH = gradient_sum(ctx.master_VH, weight_VH)
-        if ctx.needs_input_grad[2]:
-            grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32)
+        gradients = HeadGradients(ctx.needs_input_grad, hidden_NH, weight_VH, bias_V, ctx.master_VH)
         parts = chunks(hidden_NH.shape[0], ctx.chunk_tokens)
         for chunk, chunk_logits_S in zip(parts, logits_S, strict=True):
             sets = ctx.kept.chunk(chunk)
@@ -89,16 +82,8 @@ class KeptHeadLogprobs(torch.autograd.Function):
                 ctx.softcap,
             )  # fmt: skip
             grad_CV = sets.put(grad_S.to(hidden_NH.dtype), vocab_size=weight_VH.shape[0])
-            grad_hidden_NH[chunk] = head_input_gradient(grad_CV, weight_VH)
-            if grad_weight_VH is not None:
-                add_head_weight_gradient(grad_weight_VH, grad_CV, hidden_NH[chunk])
-            if grad_bias_V is not None:
-                grad_bias_V += grad_CV.float().sum(0)
-        if ctx.master_VH is not None:
-            grad_weight_VH = None
-        elif grad_weight_VH is not None:
-            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None, None
+            gradients.add(chunk, grad_CV)
+        return *gradients.results(), None, None, None, None, None, None
 
 
 def _normaliser(logits_CV: torch.Tensor, temperatures_C: torch.Tensor) -> torch.Tensor:

@@ -26,12 +26,10 @@ from headrace.models.kept_sets import KeptSets, kept_sets
 from headrace.models.packed_attention import PackedLayout, build_layout
 from headrace.models.route_replay import RowRoutes, follow_routes
 from headrace.trainers.head import (
-    add_head_weight_gradient,
+    HeadGradients,
     chunk_length,
     chunks,
     fused,
-    gradient_sum,
-    head_input_gradient,
     uncapped_logits,
 )
 from headrace.trainers.kept_head import KeptHeadLogprobs
@@ -243,29 +241,16 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_N: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, normaliser_N = ctx.saved_tensors
-        grad_hidden_NH = torch.empty_like(hidden_NH)
-        grad_weight_VH = grad_bias_V = None
-        if ctx.needs_input_grad[1]:
-            grad_weight_VH = gradient_sum(ctx.master_VH, weight_VH)
-        if ctx.needs_input_grad[2]:
-            grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32)
+        gradients = HeadGradients(ctx.needs_input_grad, hidden_NH, weight_VH, bias_V, ctx.master_VH)
         logit_gradient = fused(_logit_gradient, hidden_NH.device.type)
         for chunk in chunks(hidden_NH.shape[0], ctx.chunk_tokens):
             grad_CV = logit_gradient(
                 uncapped_logits(hidden_NH[chunk], weight_VH, bias_V), targets_N[chunk], temperatures_N[chunk],
                 normaliser_N[chunk], grad_N[chunk], ctx.softcap, hidden_NH.dtype,
             )  # fmt: skip
-            grad_hidden_NH[chunk] = head_input_gradient(grad_CV, weight_VH)
-            if grad_weight_VH is not None:
-                add_head_weight_gradient(grad_weight_VH, grad_CV, hidden_NH[chunk])
-            if grad_bias_V is not None:
-                grad_bias_V += grad_CV.float().sum(0)
+            gradients.add(chunk, grad_CV)
             del grad_CV
-        if ctx.master_VH is not None:
-            grad_weight_VH = None
-        elif grad_weight_VH is not None:
-            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
+        return *gradients.results(), None, None, None, None, None
 
 
 def _token_values(
