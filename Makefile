@@ -54,7 +54,7 @@ format: setup  ## rewrite the sources in the house format
 
 docs: setup  ## rewrite the generated pages
 	$(BIN)/python -m headrace.config > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
-	$(BIN)/python -m headrace.algos docs/losses.md
+	$(BIN)/python -m headrace.algos docs/losses.md docs/pivots.md
 
 bench: setup  ## the benchmarks named in BENCHES, each into build/bench/NAME.json
 	@mkdir -p build/bench

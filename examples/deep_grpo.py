@@ -40,7 +40,6 @@ SETTINGS: dict[str, Any] = {
     "rollout.max_tokens": LENGTH * (REPEATS + 1) + 2,
     "rollout.max_lag": 0,
     "algo.aggregation": "seq-mean-token-mean",
-    "engine.block_size": 4,
     "engine.max_running": 256,
     "trainer.learning_rate": 3e-4,
     "trainer.betas": [0.9, 0.95],

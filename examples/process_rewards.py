@@ -119,9 +119,8 @@ if __name__ == "__main__":
             "trainer.betas": [0.9, 0.95],
             "scoring.process": str(JUDGE),
             "scoring.steps": "tokens:6",
-            "scoring.form": "potential",
-            "scoring.weight": 0.5,
-            "scoring.deadline_s": 5.0,
+            "algo.options": {"process.form": "potential", "process.weight": 0.5},
+            "reward.timeout_s": 5.0,
         },
     )
     count, largest = largest_difference(result.run_dir)

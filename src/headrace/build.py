@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace import teaching
-from headrace.algos.composition import parameter_values
 from headrace.algos.pivots import PivotRule
 from headrace.config import EngineSettings, Settings
-from headrace.config.settings import AlgoSettings
+from headrace.config.parameters import algo_parameters, pivot_parameters
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.data.routing import RouterShape, router_shape
@@ -37,7 +36,7 @@ from headrace.scoring.merged import MergedScorer
 from headrace.scoring.process import build_scorer
 from headrace.scoring.resolve import function_name, resolve
 from headrace.scoring.unrewarded import Unrewarded
-from headrace.types import Sampling
+from headrace.types import BLOCK_TOKENS, Sampling
 from headrace.weights.segment_directory import create_segment_directory
 from headrace.weights.transports import Route, choose
 
@@ -48,13 +47,13 @@ _SHARE_ALONE = 0.9
 _SHARE_BESIDE_TRAINER = 0.4
 _JOURNAL_TOKENS = 32
 _STEP_TOKENS = 8
-_SCORED_TOKENS = 1024
+SCORED_TOKENS = 1024
 """Tokens a reference scores in one pass, whose logits are held whole."""
 
 
 def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
     """``renderer`` is the policy's; needed where steps are judged or ``pivots.options`` names delimiters."""
-    run, rollout, algo = settings.run, settings.rollout, settings.algo
+    run, rollout, algo = settings.run, settings.rollout, algo_parameters(settings)
     return RunPlan(
         steps=run.steps,
         group_size=rollout.group_size,
@@ -63,12 +62,12 @@ def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
         over_provision=rollout.over_provision,
         quorum=rollout.quorum,
         staleness=rollout.staleness,
-        advantage=algo.advantage,
+        advantage=settings.algo.advantage,
         reward_weights=settings.reward.weights,
         drop_zero_variance=rollout.drop_zero_variance,
-        overlong_buffer_tokens=algo.overlong_buffer,
-        overlong_factor=algo.overlong_factor,
-        truncated_penalty=_truncated_penalty(algo),
+        overlong_buffer_tokens=algo["overlong.tokens"],
+        overlong_factor=algo["overlong.penalty"],
+        truncated_penalty=algo["truncated.penalty"] if algo["truncated.mode"] == "penalise" else 0.0,
         max_tokens=rollout.max_tokens,
         vocab_size=_vocab_size(settings),
         seed=run.seed,
@@ -76,7 +75,7 @@ def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
         checkpoint_every=run.checkpoint_every,
         keep_checkpoints=run.keep_checkpoints,
         attempt_s=rollout.attempt_s,
-        sync_s=settings.weights.deadline_s,
+        sync_s=run.update_s,
         stall_s=run.stall_s,
         error_budget=settings.reward.error_budget,
         routers=_routers(settings),
@@ -87,11 +86,10 @@ def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
 
 def pivot_rule(settings: Settings, renderer: Renderer | None = None) -> PivotRule | None:
     """None: failed attempts are not branched off."""
-    p = settings.pivots
-    options: dict[str, Any] = dict(p.options)
-    delimiters, num_segments = options.pop("delimiters", ()), options.pop("segments", 0)
-    if p.branches == 0:
+    if settings.pivots.branches == 0:
         return None
+    options = pivot_parameters(settings)
+    delimiters = options["delimiters"]
     if delimiters and renderer is None:
         raise ConfigError(
             "pivots.options.delimiters needs the model's tokenizer, which this plan is made without"
@@ -101,11 +99,13 @@ def pivot_rule(settings: Settings, renderer: Renderer | None = None) -> PivotRul
     except ModelError as e:
         raise ConfigError(f"pivots.options.delimiters: {e}") from e
     return PivotRule(
-        branches=p.branches,
-        segment_tokens=p.segment_tokens,
+        branches=settings.pivots.branches,
+        segment_tokens=options["segment_tokens"],
         delimiter_ids=delimiter_ids,
-        num_segments=num_segments,
-        **options,
+        num_segments=options["segments"],
+        gamma=options["gamma"],
+        success=options["success"],
+        per_group=options["per_group"],
     )
 
 
@@ -114,11 +114,12 @@ def _process_plan(settings: Settings, renderer: Renderer | None) -> ProcessPlan 
     if s.process is None:
         return None
     assert renderer is not None, "steps are found in tokens, which the renderer knows"
+    algo = algo_parameters(settings)
     return ProcessPlan(
         rule=parse_rule(s.steps, renderer.ids_containing),
-        form=s.form,
-        weight=s.weight,
-        deadline_s=s.deadline_s,
+        form=algo["process.form"],
+        weight=algo["process.weight"],
+        deadline_s=settings.reward.timeout_s,
         abort_below=s.abort_below,
     )
 
@@ -130,12 +131,6 @@ def _vocab_size(settings: Settings) -> int | None:
         return None
     config = json.loads(file.read_text(encoding="utf-8"))
     return config.get("text_config", config).get("vocab_size")
-
-
-def _truncated_penalty(algo: AlgoSettings) -> float:
-    """What an attempt whose completion was cut off loses."""
-    values = parameter_values(algo.loss, algo.corrections, algo.options, guard=algo.guard)
-    return float(values["truncated.penalty"]) if values["truncated.mode"] == "penalise" else 0.0
 
 
 def _routers(settings: Settings) -> RouterShape | None:
@@ -197,7 +192,7 @@ def _named_source(settings: Settings, shared: dict[str, Any]) -> TaskSource:
     t = settings.tasks
     assert t.source is not None
     if t.source.startswith("hf:"):
-        return task_sources.from_hf(t.source[3:], split=t.split, **shared)
+        return task_sources.from_hf(t.source[3:], **{**shared, **t.options})
     if t.source.startswith("gym:"):
         del shared["prompt_column"]
         return task_sources.from_reasoning_gym(t.source[4:], options=t.options, **shared)
@@ -246,7 +241,7 @@ def scorer(settings: Settings, rewards: Sequence[Reward], remote: Sequence[Score
     if not rewards:
         return Unrewarded()
     if here:
-        parts.append(FunctionScorer(here, timeout_s=r.timeout_s, retries=r.retries, workers=r.workers))
+        parts.append(FunctionScorer(here, timeout_s=r.timeout_s, workers=r.workers))
     return parts[0] if len(parts) == 1 else MergedScorer(parts, names)
 
 
@@ -256,7 +251,7 @@ def scorer_settings(settings: Settings, rewards: Sequence[Reward]) -> dict[str, 
     named = {n: f for n, f in zip(reward_names(rewards), rewards, strict=True) if isinstance(f, str)}
     if not named:
         return None
-    return {"functions": named, "timeout_s": r.timeout_s, "retries": r.retries, "workers": r.workers}
+    return {"functions": named, "timeout_s": r.timeout_s, "workers": r.workers}
 
 
 def device(name: str) -> str:
@@ -290,7 +285,7 @@ def route(settings: Settings, place: str | None = None) -> Route:
     the settings)."""
     w = settings.weights
     # A teacher that follows late takes versions as they were, each by itself.
-    bundle = "full" if settings.distill.snapshot_lag and w.bundle == "auto" else w.bundle
+    bundle = "full" if settings.distill.snapshots and w.bundle == "auto" else w.bundle
     return choose(
         w.transport,
         bundle,
@@ -321,14 +316,16 @@ def lora(settings: Settings) -> Any:
 
 def reference_settings(settings: Settings, context_tokens: int) -> EngineSettings:
     """Of an engine that only scores, one sequence at a time."""
-    asked = settings.engine
-    return asked.model_copy(
-        update={
-            "max_running": 1,
-            "kv_tokens": context_tokens,
-            "prefill_tokens": min(asked.prefill_tokens or _SCORED_TOKENS, _SCORED_TOKENS),
-        }
-    )
+    return settings.engine.model_copy(update={"max_running": 1, "kv_tokens": context_tokens})
+
+
+def block_tokens(settings: Settings, place: str) -> int:
+    """Tokens in one block of a key-value cache. Branches share whole blocks with the attempt they leave, so on a CPU
+    blocks are small where attempts are short."""
+    if settings.pivots.branches == 0 or place == "cuda":
+        return BLOCK_TOKENS
+    quarter = max(1, settings.rollout.max_tokens // 4)
+    return min(BLOCK_TOKENS, 1 << (quarter.bit_length() - 1))
 
 
 def progress_tokens(settings: Settings) -> int:

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from headrace import build, teaching
 from headrace.config import Settings, from_dict
+from headrace.config.parameters import algo_parameters, loss_options, pivot_parameters
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.errors import ConfigError, ModelError, TaskError
@@ -24,6 +25,8 @@ from headrace.scoring.resolve import function_name, resolve
 from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
 from headrace.weights.transports import TransportReceiver, weight_sender
 
+_WARM_START_BATCH = 64
+"""Examples in one supervised step; ``api.warm_start`` takes any number."""
 _PROCESS_KV_BYTES = {"cpu": 2**30, "cuda": 2**33}
 """Memory for the keys and values of a process-reward model; what does not fit is computed again."""
 
@@ -39,7 +42,8 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
 
     ledger, name = TimeLedger(ENGINE_ACTIVITIES), told.get("name", "engine-0")
     settings = from_dict(told["settings"], training=False)
-    model = load_model(told["model"], dtype=build.dtype(settings), device=build.device(settings.model.device))
+    place = build.device(settings.model.device)
+    model = load_model(told["model"], dtype=build.dtype(settings), device=place)
     e = settings.engine
     scores, follows = told.get("scores", False), told.get("follows", False)
     if scores:
@@ -49,9 +53,9 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
         ledger=ledger,
         version=told["version"],
         max_running=e.max_running,
-        block_size=e.block_size,
+        block_size=build.block_tokens(settings, place),
         kv_tokens=e.kv_tokens,
-        prefill_tokens=e.prefill_tokens,
+        prefill_tokens=build.SCORED_TOKENS if scores else None,
         compiled=not settings.model.eager,
         memory_share=build.memory_share(settings, beside_trainer="segments" in told),
         lora=build.lora(settings) if "segments" in told and (follows or not scores) else None,
@@ -80,6 +84,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
     ledger = TimeLedger(TRAINER_ACTIVITIES)
     settings = from_dict(told["settings"])
     t, a, place = settings.trainer, settings.algo, build.device(settings.model.device)
+    parameters = algo_parameters(settings)
     if _grows(told, settings):
         grow_segments()
     ranks = ALONE if t.ranks == 1 and t.offload != "all" else _join_ranks(told, settings, place)
@@ -98,14 +103,14 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         clip_low=a.clip_low,
         clip_high=a.clip_high,
         corrections=a.corrections,
-        options=a.options,
+        options=loss_options(settings),
         guard=a.guard,
-        kl=a.kl,
+        kl=parameters.get("kl.estimator", "none"),
         kl_coef=a.kl_coef,
         keep_reference=a.reference == "trainer",
-        balance_coef=a.balance_coef,
+        balance_coef=parameters["balance.coef"],
         routing=a.routing,
-        pivot_weight=settings.pivots.weight,
+        pivot_weight=pivot_parameters(settings)["weight"],
         learning_rate=t.learning_rate,
         betas=t.betas,
         weight_decay=t.weight_decay,
@@ -223,7 +228,7 @@ def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSe
         folder=Path(told.get("folder", told["segments"])),
         num_receivers=settings.engine.count,
         # Before the engines' own deadline, which ends the run: a broadcast that failed can be made good.
-        deadline_s=settings.weights.deadline_s / 2,
+        deadline_s=settings.run.update_s / 2,
         growing_segments=_grows(told, settings),
     )
     return CheckpointNamed(sender, model) if way.transport == "files" else sender
@@ -246,7 +251,7 @@ def _warm_start(model: Any, settings: Settings, directory: Path) -> None:
         model,
         answer_pairs(renderer, examples, w.answer_column),
         steps=w.steps,
-        batch_size=w.batch_size,
+        batch_size=_WARM_START_BATCH,
         learning_rate=w.learning_rate,
         seed=settings.run.seed,
     )

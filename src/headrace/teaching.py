@@ -18,30 +18,25 @@ from headrace.protocols import Engine, Sink
 from headrace.runtime.snapshots import DelayedWeights
 from headrace.runtime.teachers import Teacher, Teachers
 
-SNAPSHOT = "snapshot"
-
 
 def names(settings: Settings) -> tuple[str, ...]:
     """All teachers, the first of which is asked about tasks that name none; empty: nobody is imitated."""
-    return (*settings.distill.teachers, *((SNAPSHOT,) if settings.distill.snapshot_lag else ()))
+    return tuple(settings.distill.teachers)
 
 
 def told_teachers(settings: Settings, told: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """By name, what ``roles.engine_role`` is told to build each."""
-    made = {
-        name: {
-            **told,
-            "name": f"teacher-{name}",
-            "model": str(_directory(settings, name)),
-            "version": 0,
-            "scores": True,
-        }
+    return {
+        name: {**told, "name": f"teacher-{name}", "scores": True, **_loaded(settings, name)}
         for name in settings.distill.teachers
     }
-    if settings.distill.snapshot_lag:
-        follower = {"name": f"teacher-{SNAPSHOT}", "version": -1, "scores": True, "follows": True}
-        made[SNAPSHOT] = {**told, **follower}
-    return made
+
+
+def _loaded(settings: Settings, name: str) -> dict[str, Any]:
+    """The weights a teacher begins with; a snapshot waits for the policy's."""
+    if name in settings.distill.snapshots:
+        return {"version": -1, "follows": True}
+    return {"version": 0, "model": str(_directory(settings, name))}
 
 
 def teachers(settings: Settings, engines: Mapping[str, Engine], sink: Sink) -> Teachers | None:
@@ -49,18 +44,7 @@ def teachers(settings: Settings, engines: Mapping[str, Engine], sink: Sink) -> T
     if not engines:
         return None
     distill = settings.distill
-    made = {
-        name: Teacher(engines[name], vocab_size=_vocab_size(_directory(settings, name)))
-        for name in distill.teachers
-    }
-    if distill.snapshot_lag:
-        follower = DelayedWeights(
-            engines[SNAPSHOT],
-            lag=distill.snapshot_lag,
-            deadline_s=settings.weights.deadline_s,
-            warn=lambda text: sink.emit("warning", {"text": text}),
-        )
-        made[SNAPSHOT] = Teacher(engines[SNAPSHOT], snapshots=follower)
+    made = {name: _teacher(settings, name, engines[name], sink) for name in distill.teachers}
     assert settings.model.path is not None
     return Teachers(
         made,
@@ -68,6 +52,18 @@ def teachers(settings: Settings, engines: Mapping[str, Engine], sink: Sink) -> T
         deadline_s=settings.run.stall_s,
         vocab_size=_vocab_size(found_model(settings.model.path, "model.path")),
     )
+
+
+def _teacher(settings: Settings, name: str, engine: Engine, sink: Sink) -> Teacher:
+    if name not in settings.distill.snapshots:
+        return Teacher(engine, vocab_size=_vocab_size(_directory(settings, name)))
+    follower = DelayedWeights(
+        engine,
+        lag=settings.distill.snapshots[name],
+        deadline_s=settings.run.update_s,
+        warn=lambda text: sink.emit("warning", {"text": text}),
+    )
+    return Teacher(engine, snapshots=follower)
 
 
 def distillation(settings: Settings) -> Any:
@@ -81,10 +77,10 @@ def distillation(settings: Settings) -> Any:
 
 def check_tokenizers(settings: Settings) -> None:
     """Raise ModelError for a teacher whose tokenizer is known to be another."""
-    if not settings.distill.teachers or settings.model.path is None:
+    if not settings.distill.models or settings.model.path is None:
         return
     own = _vocabulary(found_model(settings.model.path, "model.path"))
-    for name in settings.distill.teachers:
+    for name in settings.distill.models:
         other = _vocabulary(_directory(settings, name))
         # A teacher may know more tokens; the student then has no use for them.
         unknown = [] if own is None or other is None else own.items() - other.items()
@@ -97,7 +93,7 @@ def check_tokenizers(settings: Settings) -> None:
 
 
 def _directory(settings: Settings, name: str) -> Path:
-    return found_model(settings.distill.teachers[name], f"distill.teachers.{name}")
+    return found_model(settings.distill.models[name], f"distill.teachers.{name}")
 
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:

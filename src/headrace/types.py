@@ -36,6 +36,9 @@ TensorForm = Literal["dense", "sparse"]
 """How bytes stand for a tensor: all its elements, or those that changed, as ``weights/delta`` writes them."""
 
 
+BLOCK_TOKENS = 16
+"""Tokens in a block of the key-value cache, as GPU kernels like it; what requests share is whole blocks."""
+
 MAX_KEPT_TOKENS = 8192
 """Ids that training takes in one row of a ``SamplingMask``; trained models keep a few dozen."""
 

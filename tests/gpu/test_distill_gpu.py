@@ -93,10 +93,9 @@ def test_a_whole_run_with_a_teacher_and_a_snapshot(tmp_path, monkeypatch, launch
         "engine.max_running": 16,
         "rollout.group_size": 4,
         "rollout.groups_per_step": 2,
-        "distill.teachers": {"wise": str(tmp_path / "teacher")},
+        "distill.teachers": {"wise": str(tmp_path / "teacher"), "snapshot": "snapshot:2"},
         "distill.divergence": "forward",
         "distill.top_k": 4,
-        "distill.snapshot_lag": 2,
     }
     result = headrace.train(tasks=tasks, reward=[], settings=settings)
     events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]

@@ -12,6 +12,7 @@ import numpy as np
 
 from headrace import build, teaching
 from headrace.config import from_dict
+from headrace.config.parameters import algo_parameters, loss_options, pivot_parameters
 from headrace.launch.local import LocalCluster, LocalLauncher
 from headrace.models.loading import Family, make_tiny_model
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
@@ -73,18 +74,19 @@ def single(model: Path, segments: Path, **changes: Any) -> TorchTrainer:
     from headrace.models.loading import load_model
 
     s = settings(**{**changes, "trainer.expert_ranks": 1})
+    parameters = algo_parameters(s)
     return TorchTrainer(
         load_model(model),
         sender=SharedMemorySender(segments),
         ledger=TimeLedger(TRAINER_ACTIVITIES),
         loss=s.algo.loss,
         corrections=s.algo.corrections,
-        options=s.algo.options,
+        options=loss_options(s),
         guard=s.algo.guard,
-        kl=s.algo.kl,
+        kl=parameters.get("kl.estimator", "none"),
         kl_coef=s.algo.kl_coef,
-        balance_coef=s.algo.balance_coef,
-        pivot_weight=s.pivots.weight,
+        balance_coef=parameters["balance.coef"],
+        pivot_weight=pivot_parameters(s)["weight"],
         max_tokens=s.rollout.max_tokens,
         learning_rate=s.trainer.learning_rate,
         total_steps=s.run.steps,

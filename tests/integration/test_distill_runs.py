@@ -98,7 +98,7 @@ def test_teachers_are_processes_beside_the_others_and_tasks_choose_among_them(se
     tasks = [{**row, "teacher": names[i % 8 if i % 8 < 4 else 0]} for i, row in enumerate(demo.tasks(64))]
     chosen = {
         **settings, "run.launcher": "local", "rollout.max_lag": 1, "tasks.shuffle": False,
-        "reward.error_budget": 0.5, "distill.snapshot_lag": 1,
+        "reward.error_budget": 0.5, "distill.teachers.snapshot": "snapshot:1",
     }  # fmt: skip
     result = headrace.train(tasks=tasks, reward=[], settings=chosen)
     events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
@@ -117,7 +117,11 @@ def test_teachers_are_processes_beside_the_others_and_tasks_choose_among_them(se
 @pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapter"])
 def test_a_student_learns_from_what_it_was_some_versions_ago(settings, rank):
     chosen = {k: v for k, v in settings.items() if k != "distill.teachers"}
-    chosen |= {"distill.snapshot_lag": 2, "trainer.learning_rate": 1e-2 if rank else 1e-3, "lora.rank": rank}
+    chosen |= {
+        "distill.teachers.past": "snapshot:2",
+        "trainer.learning_rate": 1e-2 if rank else 1e-3,
+        "lora.rank": rank,
+    }
     result = headrace.train(tasks=demo.tasks(64), reward=letters_a, settings=chosen)
     seen = [step.get("teacher_divergence", 0.0) for step in metrics(result)]
     # At first it is its own teacher; then it has moved away from it.

@@ -56,12 +56,10 @@ def test_two_ranks_are_one_trainer_with_everything_on(tmp_path):
     changes = {
         "distill.teachers": {"a": "x"},
         "pivots.branches": 2,
-        "pivots.weight": 0.5,
+        "pivots.options": {"weight": 0.5},
         "algo.corrections": ["tis"],
-        "algo.options": {"truncated.mode": "mask"},
-        "algo.kl": "k3",
+        "algo.options": {"truncated.mode": "mask", "balance.coef": 0.01},
         "algo.kl_coef": 0.1,
-        "algo.balance_coef": 0.01,
         "trainer.minibatches": 2,
     }
     model = make_model(tmp_path / "model", "qwen3_moe")

@@ -145,7 +145,7 @@ def test_ranks_replay_as_one_process_does(
     tmp_path: Path, family: Any, num_layers: int, ranks: int, expert_ranks: int
 ) -> None:
     changes = {
-        "algo.kl": "k3", "algo.kl_coef": 0.1, "algo.loss": "decoupled", "trainer.minibatches": 2,
+        "algo.kl_coef": 0.1, "algo.loss": "decoupled", "trainer.minibatches": 2,
         "trainer.expert_ranks": expert_ranks,
     }  # fmt: skip
     model = make_model(tmp_path / "model", family)

@@ -104,7 +104,7 @@ def test_a_run_that_dies_ends_in_the_same_adapter_when_resumed(settings, die_aft
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("changes", [{"lora.dora": True}, {"algo.kl": "k3", "algo.kl_coef": 0.01}])
+@pytest.mark.parametrize("changes", [{"lora.dora": True}, {"algo.kl_coef": 0.01}])
 def test_dora_and_a_kl_term(settings, changes):
     result = train({**settings, **changes, "run.steps": 3})
     assert result.num_steps == 3

@@ -16,10 +16,9 @@ SMALL = {
     "run.name": "run",
     "rollout.group_size": 4,
     "rollout.groups_per_step": 2,
-    "engine.block_size": 2,
     "warm_start.steps": 10,
     "pivots.branches": 3,
-    "pivots.segment_tokens": 1,
+    "pivots.options": {"segment_tokens": 1},
 }
 
 

@@ -142,7 +142,7 @@ def test_a_function_judges_and_hopeless_attempts_end_early(models, tmp_path):
 
 def test_a_judge_that_is_killed_ends_nothing_but_its_scores(models, tmp_path):
     process = f"{models}/judges.py:mortal"
-    result = train(models, tmp_path, process, **{"run.launcher": "local", "scoring.deadline_s": 20.0})
+    result = train(models, tmp_path, process, **{"run.launcher": "local", "reward.timeout_s": 20.0})
     assert result.num_steps == 3
     assert result.summary.attempts["trained"] == 24
     assert result.summary.missing_scores["process: dead"] > 0
@@ -151,7 +151,7 @@ def test_a_judge_that_is_killed_ends_nothing_but_its_scores(models, tmp_path):
 
 def test_a_judge_that_falls_asleep_costs_its_deadline_and_ends_with_the_run(models, tmp_path):
     process = f"{models}/judges.py:sleepy"
-    result = train(models, tmp_path, process, **{"run.launcher": "local", "scoring.deadline_s": 1.0})
+    result = train(models, tmp_path, process, **{"run.launcher": "local", "reward.timeout_s": 1.0})
     assert result.num_steps == 3
     assert result.summary.attempts["trained"] == 24
     assert result.summary.missing_scores.keys() == {"process: late"}

@@ -106,10 +106,10 @@ def test_two_ranks_train_publish_and_save_as_one_process_does(tmp_path: Path) ->
 
 
 MANY_THINGS = {
-    **{"trainer.minibatches": 3, "algo.loss": "decoupled", "algo.kl": "k3", "algo.kl_coef": 0.1},
+    **{"trainer.minibatches": 3, "algo.loss": "decoupled", "algo.kl_coef": 0.1},
     **{"algo.corrections": ["opsm", "m2po"], "algo.options": {"m2po.tau": 0.2}, "algo.guard": "scale"},
 }
-BALANCED = {"algo.balance_coef": 0.1, "algo.kl": "k3", "algo.kl_coef": 0.1}
+BALANCED = {"algo.options.balance.coef": 0.1, "algo.kl_coef": 0.1}
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_more_ranks_and_models_give_the_single_curve(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("family", "expert_ranks"), [("llama", 1), ("qwen3_moe", 1), ("qwen3_moe", 2)])
 def test_a_run_moves_from_two_ranks_to_four_to_one(tmp_path: Path, family: Any, expert_ranks: int) -> None:
-    changes = {"algo.kl": "k3", "algo.kl_coef": 0.1, "trainer.expert_ranks": expert_ranks}
+    changes = {"algo.kl_coef": 0.1, "trainer.expert_ranks": expert_ranks}
     model = make_model(tmp_path / "model", family)
     expected = curve(single(model, tmp_path / "segments", **changes), range(1, 10))
     checkpoints = [tmp_path / "after-3", tmp_path / "after-6"]

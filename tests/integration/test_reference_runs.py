@@ -20,7 +20,6 @@ SMALL = {
     "rollout.group_size": 4,
     "rollout.groups_per_step": 2,
     "rollout.max_lag": 0,
-    "algo.kl": "k3",
     "algo.kl_coef": 0.5,
     "algo.reference": "engine",
 }

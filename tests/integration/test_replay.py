@@ -28,7 +28,6 @@ SMALL = {
     "rollout.top_p": 0.8,
     "rollout.top_k": 6,
     "rollout.temperature": 0.9,
-    "algo.kl": "k3",
     "algo.kl_coef": 0.1,
     "algo.reference": "engine",
 }

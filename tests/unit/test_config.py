@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.algos.catalog import OF_A_RUN, PARAMETERS
+from headrace.algos.pivots import PARAMETERS as PIVOT_PARAMETERS
 from headrace.config import Settings, changed_fields, fingerprint, from_dict, load, require, to_toml
+from headrace.config.moved import MOVED
 from headrace.config.names import FIELDS, nearest
 from headrace.config.reference import render
 from headrace.config.resume import MAY_CHANGE
@@ -24,11 +27,10 @@ OTHER_VALUES = {
     "run.name": "first",
     "run.seed": 7,
     "run.steps": 20,
-    "distill.teachers": {"math": "teachers/math"},
+    "distill.teachers": {"math": "teachers/math", "earlier": "snapshot:4"},
     "distill.divergence": "forward",
     "distill.coef": 0.5,
     "distill.top_k": 8,
-    "distill.snapshot_lag": 4,
     "run.launcher": "inline",
     "run.checkpoint_every": 0,
     "run.keep_checkpoints": 5,
@@ -37,8 +39,7 @@ OTHER_VALUES = {
     "model.path": "some/model",
     "model.dtype": "bfloat16",
     "model.device": "cpu",
-    "tasks.source": "tasks.jsonl",
-    "tasks.split": "test",
+    "tasks.source": "tasks:rows",
     "tasks.prompt_column": "question",
     "tasks.limit": 10,
     "tasks.shuffle": False,
@@ -61,14 +62,10 @@ OTHER_VALUES = {
     "reward.functions": ("rewards:exact", "rewards:length"),
     "reward.weights": (1.0, 0.5),
     "reward.timeout_s": 1.5,
-    "reward.retries": 0,
     "reward.error_budget": 0.5,
     "reward.workers": 1,
     "scoring.process": "judges:steps",
     "scoring.steps": "tokens:16",
-    "scoring.form": "min",
-    "scoring.weight": 0.5,
-    "scoring.deadline_s": 5.0,
     "scoring.abort_below": -0.5,
     "algo.advantage": "reinforce++",
     "algo.loss": "gspo",
@@ -76,19 +73,18 @@ OTHER_VALUES = {
     "algo.clip_high": 4e-4,
     "algo.aggregation": "seq-mean-token-mean",
     "algo.corrections": ("seq-tis", "opsm"),
-    "algo.options": {"seq-tis.cap": 5.0, "truncated.mode": "mask"},
+    "algo.options": {
+        "seq-tis.cap": 5.0,
+        "truncated.mode": "mask",
+        "kl.estimator": "k2",
+        "overlong.tokens": 16,
+    },
     "algo.guard": "stop",
-    "algo.kl": "k3",
-    "algo.balance_coef": 0.01,
     "algo.routing": "live",
     "algo.kl_coef": 0.01,
     "algo.reference": "engine",
-    "algo.overlong_buffer": 16,
-    "algo.overlong_factor": 0.5,
     "pivots.branches": 4,
-    "pivots.weight": 0.5,
-    "pivots.segment_tokens": 8,
-    "pivots.options": {"gamma": 2.0},
+    "pivots.options": {"gamma": 2.0, "delimiters": ["|"]},
     "trainer.learning_rate": 3e-4,
     "trainer.betas": (0.8, 0.95),
     "trainer.weight_decay": 0.1,
@@ -107,19 +103,15 @@ OTHER_VALUES = {
     "lora.dora": True,
     "engine.count": 2,
     "engine.max_running": 8,
-    "engine.block_size": 32,
     "engine.kv_tokens": 4096,
-    "engine.prefill_tokens": 128,
     "engine.memory_share": 0.5,
     "model.eager": True,
     "weights.mode": "block",
     "weights.transport": "files",
     "weights.bundle": "delta",
-    "weights.deadline_s": 5.0,
     "warm_start.examples": "examples.jsonl",
     "warm_start.answer_column": "gold",
     "warm_start.steps": 10,
-    "warm_start.batch_size": 16,
     "warm_start.learning_rate": 3e-3,
 }
 
@@ -216,6 +208,37 @@ def test_unknown_name_suggests_the_nearest(name, meant):
     assert refusal(f"{name}=1") == f"{name} is not a setting: did you mean {meant}?"
 
 
+@pytest.mark.parametrize("name", MOVED)
+def test_a_name_that_has_moved_says_where_to(name):
+    said = refusal(f"{name}=1")
+    assert name not in FIELDS
+    assert said == f"{name} is no longer a setting: {MOVED[name]}."
+    # What it names exists: the quoted names are parameters, the dotted ones settings or tables of theirs.
+    parameters = {parameter.name for parameter in PARAMETERS}
+    assert set(re.findall(r'"([a-z-]+\.[a-z_]+)"', said)) <= parameters
+    dotted = re.findall(r"(?<![\"\w.])([a-z_]+\.[a-z_]+)(?![\"\w])", said.partition(":")[2])
+    assert set(dotted) - {"headrace.warm_start"} <= FIELDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("table", "companions", "parameters"),
+    [
+        (
+            "algo.options",
+            ["algo.kl_coef=0.1", "scoring.process=judge:steps"],
+            [p for p in PARAMETERS if p.owner in ("truncated", "guard", *OF_A_RUN)],
+        ),
+        ("pivots.options", ["pivots.branches=4"], PIVOT_PARAMETERS),
+    ],
+)
+def test_a_parameter_of_the_wrong_type_is_refused_like_a_setting(table, companions, parameters):
+    for parameter in parameters:
+        said = refusal(*companions, f"{table}.{parameter.name}=true")
+        assert said == (
+            f'{table} has "{parameter.name}" = True: set it to {parameter.takes}, or leave it out.'
+        )
+
+
 def test_unknown_name_without_a_near_one_points_to_the_list():
     assert refusal("foo.bar=1") == "foo.bar is not a setting: docs/settings.md lists every setting."
 
@@ -307,13 +330,20 @@ def test_syntax_error_names_the_line(tmp_path):
         (["rollout.top_k=5", "rollout.temperature=0"], ["rollout.temperature", "above 0"]),
         (["rollout.temperature=0"], ["rollout.temperature", "above 0"]),
         (["rollout.group_size=1"], ["rollout.group_size", "algo.advantage"]),
-        (["distill.coef=0.5"], ["distill.teachers", "distill.snapshot_lag"]),
-        (['distill.teachers={"a b" = "x"}'], ["distill.teachers", '"a b"']),
-        (['distill.teachers={snapshot = "x"}'], ["distill.teachers", "snapshot and none"]),
-        (["distill.snapshot_lag=2", "weights.bundle=delta"], ["distill.snapshot_lag", "weights.bundle"]),
+        (["distill.coef=0.5"], ["distill names nobody", "set distill.teachers"]),
+        (["distill.top_k=8"], ["distill names nobody", "set distill.teachers"]),
         (
-            ["distill.snapshot_lag=2", "weights.transport=collective"],
-            ["distill.snapshot_lag", "weights.transport"],
+            ["distill.teachers={a = 'x'}", "distill.top_k=8"],
+            ["distill.top_k is 8", "distill.divergence to forward or reverse"],
+        ),
+        (["distill.teachers={a = 'snapshot:0'}"], ["distill.teachers has snapshot:0", "snapshot:N"]),
+        (["distill.teachers={a = 'snapshot:1', b = 'snapshot:2'}"], ["snapshot:1 and snapshot:2", "once"]),
+        (['distill.teachers={"a b" = "x"}'], ["distill.teachers", '"a b"']),
+        (['distill.teachers={none = "x"}'], ["distill.teachers", "other than none"]),
+        (["distill.teachers={a = 'snapshot:2'}", "weights.bundle=delta"], ["snapshot:2", "weights.bundle"]),
+        (
+            ["distill.teachers={a = 'snapshot:2'}", "weights.transport=collective"],
+            ["distill.teachers has snapshot:2", "weights.transport"],
         ),
         (["rollout.group_size=1", "algo.advantage=rloo"], ["rollout.group_size", "rloo"]),
         (["rollout.group_size=1", "algo.advantage=dr-grpo"], ["rollout.group_size", "dr-grpo"]),
@@ -331,16 +361,16 @@ def test_syntax_error_names_the_line(tmp_path):
         (["trainer.ranks=2", "run.launcher=inline"], ["trainer.ranks", "run.launcher = local"]),
         (["trainer.ranks=2", "trainer.offload=moments"], ["trainer.offload", "trainer.ranks is 2"]),
         (["trainer.warmup_steps=101"], ["trainer.warmup_steps", "run.steps = 100"]),
-        (["algo.kl_coef=0.1"], ["algo.kl_coef", "algo.kl"]),
-        (["algo.kl=k3"], ["algo.kl ", "algo.kl_coef"]),
-        (["algo.reference=engine"], ["algo.reference", "algo.kl = none"]),
+        (["algo.options.kl.estimator=k2"], ["kl.estimator", "kl is not in use"]),
+        (["algo.kl_coef=0.1", "algo.options.kl.estimator=k1"], ["kl.estimator", "one of k2, k3"]),
+        (["algo.reference=engine"], ["algo.reference", "algo.kl_coef = 0"]),
         (
-            ["algo.reference=engine", "algo.kl=k3", "algo.kl_coef=0.1", "lora.rank=4"],
+            ["algo.reference=engine", "algo.kl_coef=0.1", "lora.rank=4"],
             ["lora.rank", "algo.reference = trainer"],
         ),
         (
             [
-                *("algo.reference=engine", "algo.kl=k3", "algo.kl_coef=0.1"),
+                *("algo.reference=engine", "algo.kl_coef=0.1"),
                 *("warm_start.examples=a.jsonl", "warm_start.steps=1"),
             ],
             ["algo.reference", "model.path"],
@@ -375,21 +405,40 @@ def test_syntax_error_names_the_line(tmp_path):
             ["algo.loss=sapo", "algo.corrections=mis", "algo.options.sapo.tau_neg=2.0"],
             ["sapo.tau_neg", "corrections = mis", "trainer.minibatches"],
         ),
-        (["algo.advantage=maxrl", "algo.overlong_buffer=16"], ["algo.advantage", "algo.overlong_buffer = 0"]),
-        (["algo.overlong_buffer=256"], ["algo.overlong_buffer", "rollout.max_tokens = 256"]),
+        (
+            ["algo.advantage=maxrl", "algo.options.overlong.tokens=16"],
+            ["algo.advantage", '"overlong.tokens" = 0'],
+        ),
+        (["algo.options.overlong.tokens=256"], ["overlong.tokens", "rollout.max_tokens = 256"]),
+        (["algo.options.overlong.tokens=1.5"], ["overlong.tokens", "a whole number of at least 0"]),
+        (["algo.options.overlong.penalty=0.5"], ["overlong.penalty", '"overlong.tokens" above 0']),
+        (["algo.options.balance.coef=-1"], ["balance.coef", "a number of at least 0"]),
+        (["algo.options.balance.coef=nan"], ["algo.options was given nan"]),
+        (["algo.options.balance.coef=inf"], ["algo.options was given inf"]),
+        (["algo.options.process.form=min"], ["process.form", "process is not in use"]),
+        (["algo.options.lucky=1"], ['"lucky"', "ppo.dual_clip", "overlong.tokens", "guard.mismatch"]),
+        (["tasks.source=a.jsonl", "tasks.options.n=3"], ["tasks.options", "leave tasks.options out"]),
+        (["tasks.source=hf:a", "tasks.options.name=b"], ["tasks.options has name", "split and subset"]),
+        (["tasks.source=hf:a", "tasks.options.split=3"], ["tasks.options has split", "each a text"]),
         (["reward.functions=['a:b']", "reward.weights=[1, 2]"], ["reward.weights", "reward.functions"]),
         (["reward.functions=exact"], ["reward.functions", "module:function"]),
         (["engine.kv_tokens=100"], ["engine.kv_tokens", "rollout.max_tokens = 256"]),
         (["pivots.branches=1"], ["pivots.branches", "2 or more"]),
         (["pivots.options={gamma=2.0}"], ["pivots.options", "pivots.branches"]),
         (
-            ["pivots.weight=0.5", "pivots.segment_tokens=3"],
-            ["pivots.weight and pivots.segment_tokens", "2 or more"],
+            ["scoring.steps=tokens:4", "scoring.abort_below=0.5"],
+            ["scoring.steps and scoring.abort_below", "scoring.process"],
         ),
-        (["scoring.form=min"], ["scoring.form", "scoring.process"]),
-        (["pivots.branches=4", "pivots.options={depth=2}"], ["pivots.options.depth", "per_group"]),
-        (["pivots.branches=4", "pivots.options={per_group=0}"], ["pivots.options.per_group", "1 or more"]),
-        (["pivots.branches=4", "pivots.options={gamma='high'}"], ["pivots.options.gamma", "float"]),
+        (["pivots.branches=4", "pivots.options={depth=2}"], ['pivots.options has "depth"', "per_group"]),
+        (["pivots.branches=4", "pivots.options={per_group=0}"], ["per_group", "of at least 1"]),
+        (["pivots.branches=4", "pivots.options={per_group=1.5}"], ["per_group", "a whole number"]),
+        (["pivots.branches=4", "pivots.options={gamma='high'}"], ["gamma", "a number of at least 0"]),
+        (["pivots.branches=4", "pivots.options={gamma=true}"], ["gamma", "a number of at least 0"]),
+        (["pivots.branches=4", "pivots.options={delimiters=[1]}"], ["delimiters", "a list of texts"]),
+        (
+            ["pivots.branches=4", "pivots.options={segments=4, segment_tokens=3}"],
+            ["segment_tokens", "leave one out"],
+        ),
         (
             ["pivots.branches=4", "pivots.options={delimiters=['a'], segments=3}"],
             ["pivots.options", "leave one out"],
@@ -499,7 +548,7 @@ def _nested(values: dict) -> dict:
 
 def test_what_may_change_on_resume_exists():
     assert FIELDS.keys() >= MAY_CHANGE
-    assert {"run.steps", "run.console", "run.checkpoint_every", "weights.deadline_s"} <= MAY_CHANGE
+    assert {"run.steps", "run.console", "run.checkpoint_every", "weights.mode"} <= MAY_CHANGE
 
 
 def test_not_set_is_the_only_meaning_of_none():

@@ -69,15 +69,13 @@ def test_any_other_is_named(make_directory, vocabulary, added, says):
 def test_engines_are_told_who_they_are(make_directory):
     student, teacher = make_directory("student", BPE), make_directory("t", BPE)
     told = {"settings": {}, "model": student, "segments": "s"}
-    made = teaching.told_teachers(settings(student, teachers={"t": teacher}, snapshot_lag=3), told)
-    assert (
-        list(made)
-        == ["t", "snapshot"]
-        == list(teaching.names(settings(student, teachers={"t": teacher}, snapshot_lag=3)))
-    )
+    chosen = settings(student, teachers={"t": teacher, "earlier": "snapshot:3"})
+    made = teaching.told_teachers(chosen, told)
+    assert list(made) == ["t", "earlier"] == list(teaching.names(chosen))
     assert (made["t"]["name"], made["t"]["model"], made["t"]["version"]) == ("teacher-t", teacher, 0)
-    assert (made["snapshot"]["model"], made["snapshot"]["version"]) == (student, -1)
-    assert made["snapshot"]["follows"] and not made["t"].get("follows")
+    assert made["earlier"]["name"] == "teacher-earlier"
+    assert (made["earlier"]["model"], made["earlier"]["version"]) == (student, -1)
+    assert made["earlier"]["follows"] and not made["t"].get("follows")
     assert teaching.told_teachers(settings(student), told) == {}
     assert teaching.distillation(settings(student)) is None
 

@@ -1,4 +1,4 @@
-"""``python -m headrace.algos PAGE``: write the generated tables of a page anew."""
+"""``python -m headrace.algos PAGE...``: write the generated tables of these pages anew."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from pathlib import Path
 from headrace.algos.tables import fill
 
 if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in map(Path, sys.argv[1:]):
+        page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -233,12 +233,42 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter("truncated.penalty", 1.0, "reward they lose under `penalise`", above=0),
     Parameter(
+        "overlong.tokens",
+        0,
+        "the last so many tokens before `rollout.max_tokens` cost reward, linearly more; 0 is off",
+        at_least=0,
+    ),
+    Parameter(
+        "overlong.penalty", 1.0, "reward lost by a completion that fills all of `rollout.max_tokens`", above=0
+    ),
+    Parameter(
         "guard.effective_samples", 0.1, "share of effective samples below which the guard acts", at_least=0
     ),
     Parameter(
         "guard.mismatch", 0.1, "mean |log prox - log behavior| of fresh tokens above which it acts", above=0
     ),
+    Parameter(
+        "kl.estimator", "k3", "of the divergence that `algo.kl_coef` weighs, see above", choices=("k2", "k3")
+    ),
+    Parameter(
+        "balance.coef",
+        0.0,
+        "weight of a mixture's load-balancing loss, computed for each sequence by itself; 0 is off",
+        at_least=0,
+    ),
+    Parameter(
+        "process.form",
+        "potential",
+        "what the scores of steps (`scoring.process`) become: the normalised `sum` of those to come, close to the "
+        "`min` of them (PURE), or how much each step raised the estimate",
+        choices=("sum", "min", "potential"),
+    ),
+    Parameter(
+        "process.weight", 1.0, "factor of the steps' advantages, which are added to the outcome's", at_least=0
+    ),
 )
+OF_A_RUN: tuple[str, ...] = ("overlong", "kl", "balance", "process")
+"""Owners of parameters that are no part of a loss with its corrections: who builds a run reads them."""
 
 PARAMETERS: tuple[Parameter, ...] = (
     *(p for loss in LOSSES.values() for p in loss.parameters),

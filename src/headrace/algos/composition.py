@@ -8,7 +8,7 @@ or sequences out and go with everything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,10 +75,16 @@ def _check_weight(loss: str, correction: str) -> None:
 
 
 def parameter_values(
-    loss: str, corrections: Sequence[str], options: Mapping[str, Any], *, guard: str = "off"
+    loss: str,
+    corrections: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    guard: str = "off",
+    others: Collection[str] = (),
 ) -> dict[str, Value]:
-    """Every parameter of a composition, given or default; raises ConfigError for one that cannot be right."""
-    owners = {loss, *corrections, "truncated", *(() if guard == "off" else ("guard",))}
+    """Every parameter of a composition and of ``others`` (``catalog.OF_A_RUN``) that a run uses, given or default;
+    raises ConfigError for one that cannot be right."""
+    owners = {loss, *corrections, "truncated", *others, *(() if guard == "off" else ("guard",))}
     values = resolve(options, known=PARAMETERS, in_use=owners)
     for name in ("icepop", "geo-filter"):
         if name in corrections and not values[f"{name}.low"] < values[f"{name}.high"]:  # type: ignore[operator]
@@ -89,6 +95,11 @@ def parameter_values(
         raise ConfigError(
             'algo.options has "truncated.penalty", but nothing is penalised: set "truncated.mode" = "penalise", or '
             "leave it out."
+        )
+    if "overlong.penalty" in flat(options) and not values["overlong.tokens"]:
+        raise ConfigError(
+            'algo.options has "overlong.penalty", but no length is too long: set "overlong.tokens" above 0, or leave '
+            "it out."
         )
     return values
 
@@ -110,11 +121,12 @@ def compose(
     clip_high: float | None = None,
     options: Mapping[str, Any] | None = None,
     guard: str = "off",
+    others: Collection[str] = (),
 ) -> Composition:
     """Raises ConfigError for a composition that cannot be right, or of which a part would do nothing."""
     plan = ratio_plan(loss, corrections)
     clips = clips_of(loss, clip_low, clip_high)
-    values = parameter_values(loss, corrections, options or {}, guard=guard)
+    values = parameter_values(loss, corrections, options or {}, guard=guard, others=others)
     dual_clip = values.get(f"{loss}.dual_clip", 0.0)
     if clips is not None and isinstance(dual_clip, float) and 0 < dual_clip <= 1 + clips[1]:
         raise ConfigError(

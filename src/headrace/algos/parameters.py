@@ -1,8 +1,8 @@
-"""Named numbers and choices of the loss library, and the one place where they are checked.
+"""Named parameters in a table of the settings, and the one place where they are checked.
 
-In: what was given for ``algo.options`` and the names that are in use. Out: the value of every parameter of
-those, given or default, or a ConfigError. A parameter that nobody would read is refused as loudly as one of the
-wrong type: a number that has no effect is worse than an error.
+In: what was given for a table (``algo.options``, ``pivots.options``) and who is in use. Out: the value of every
+parameter of those, given or default, or a ConfigError. A parameter that nobody would read is refused as loudly as one
+of the wrong type: a number that has no effect is worse than an error.
 """
 
 from __future__ import annotations
@@ -10,25 +10,27 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any
 
 from headrace.errors import ConfigError
 
-Value = float | str
+Value = float | str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One entry of the table ``algo.options``."""
+    """One entry of a table."""
 
     name: str
-    """``owner.field``: the owner is a loss, a correction, ``guard`` or ``truncated``."""
+    """``owner.field``: the owner is a loss, a correction or another part of a run; or a field alone, where a table has
+    one owner."""
     default: Value
+    """Also says what it takes: a float any number, an int whole ones, a text one of ``choices``, a tuple texts."""
     meaning: str
     at_least: float | None = None
     above: float | None = None
     choices: tuple[str, ...] = ()
-    """Texts it may be; empty: it is a number."""
 
     @property
     def owner(self) -> str:
@@ -42,14 +44,20 @@ class Parameter:
     def takes(self) -> str:
         if self.choices:
             return "one of " + ", ".join(self.choices)
+        if isinstance(self.default, tuple):
+            return "a list of texts"
+        kind = "a whole number" if isinstance(self.default, int) else "a number"
         if self.at_least is not None:
-            return f"a number of at least {self.at_least:g}"
-        return "a number" if self.above is None else f"a number above {self.above:g}"
+            return f"{kind} of at least {self.at_least:g}"
+        return kind if self.above is None else f"{kind} above {self.above:g}"
 
     def accepts(self, value: Any) -> bool:
         if self.choices:
             return value in self.choices
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(self.default, tuple):
+            return isinstance(value, list | tuple) and all(isinstance(text, str) for text in value)
+        numbers = int if isinstance(self.default, int) else (int, float)
+        if isinstance(value, bool) or not isinstance(value, numbers) or not isfinite(value):
             return False
         high_enough = self.at_least is None or value >= self.at_least
         return high_enough and (self.above is None or value > self.above)
@@ -65,20 +73,27 @@ def flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def resolve(
-    options: Mapping[str, Any], *, known: Iterable[Parameter], in_use: Collection[str]
+    options: Mapping[str, Any],
+    *,
+    known: Iterable[Parameter],
+    in_use: Collection[str] | None = None,
+    table: str = "algo.options",
 ) -> dict[str, Value]:
-    """Every parameter of the owners ``in_use``, by qualified name; raises ConfigError with a line per problem."""
+    """Every parameter of the owners ``in_use`` (None: all), by name; raises ConfigError with a line per problem."""
     by_name = {parameter.name: parameter for parameter in known}
+    useful = {name: p for name, p in by_name.items() if in_use is None or p.owner in in_use}
     given = flat(options)
-    problems = [
-        problem
-        for name, value in given.items()
-        if (problem := _problem(name, value, by_name, in_use)) is not None
-    ]
+    found = (_problem(name, value, by_name, useful) for name, value in given.items())
+    problems = [f'{table} has "{name}"{what}' for name, what in zip(given, found, strict=True) if what]
     if problems:
         raise ConfigError("\n".join(problems))
-    values = {name: given.get(name, p.default) for name, p in by_name.items() if p.owner in in_use}
-    return {name: value if by_name[name].choices else float(value) for name, value in values.items()}
+    return {name: _converted(given.get(name, p.default), p) for name, p in useful.items()}
+
+
+def _converted(value: Any, parameter: Parameter) -> Value:
+    if isinstance(parameter.default, tuple):
+        return tuple(value)
+    return float(value) if isinstance(parameter.default, float) else value
 
 
 def of_owner(values: Mapping[str, Value], owner: str) -> dict[str, Any]:
@@ -87,17 +102,20 @@ def of_owner(values: Mapping[str, Value], owner: str) -> dict[str, Any]:
     return {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
 
 
-def _problem(name: str, value: Any, known: Mapping[str, Parameter], in_use: Collection[str]) -> str | None:
+def _problem(
+    name: str, value: Any, known: Mapping[str, Parameter], useful: Mapping[str, Parameter]
+) -> str | None:
+    """What is wrong with an entry, and the remedy; None: nothing."""
     parameter = known.get(name)
     if parameter is None:
         near = get_close_matches(name, known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else "docs/losses.md lists every parameter."
-        return f'algo.options has "{name}", which no loss or correction has: {remedy}'
-    if parameter.owner not in in_use:
+        remedy = f"did you mean {near[0]}? Otherwise use" if near else "use"
+        return f", which is unknown: {remedy} one of {', '.join(useful)}."
+    if name not in useful:
         return (
-            f'algo.options has "{name}", but {parameter.owner} is not in use, so it would do nothing: switch '
-            f"{parameter.owner} on (docs/losses.md says how), or leave it out."
+            f", but {parameter.owner} is not in use, so it would do nothing: switch {parameter.owner} on "
+            "(docs/losses.md says how), or leave it out."
         )
-    if not parameter.accepts(value):
-        return f'algo.options has "{name}" = {value!r}: set it to {parameter.takes}, or leave it out.'
-    return None
+    return (
+        None if parameter.accepts(value) else f" = {value!r}: set it to {parameter.takes}, or leave it out."
+    )

@@ -17,12 +17,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.algos.parameters import Parameter
+
 WINDOW = 10_000
 """Outcomes that are remembered, the newest."""
 MIN_OUTCOMES = 11
 """So many, of both kinds, before the regression is believed."""
 _RIDGE = 1e-2
 _NEWTON_STEPS = 25
+
+PARAMETERS: tuple[Parameter, ...] = (
+    Parameter(
+        "weight",
+        1.0,
+        "lambda: weight of the branches' part of the loss, which has its own denominator",
+        at_least=0,
+    ),
+    Parameter("per_group", 1, "failed attempts of a group that are branched off, at most", at_least=1),
+    Parameter("success", 1.0, "return from which an attempt has succeeded"),
+    Parameter("gamma", 0.1, "higher prefers late pivots", at_least=0),
+    Parameter("segment_tokens", 16, "a pivot lies after a multiple of so many tokens", at_least=1),
+    Parameter("delimiters", (), "or after one of these texts, each of one token"),
+    Parameter("segments", 0, "or where an attempt is cut into so many segments; 0: it is not", at_least=0),
+)
+"""The table ``pivots.options``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,15 @@
-"""The tables of ``docs/losses.md`` from the catalogue, so that the page cannot lag behind it."""
+"""The tables of ``docs/losses.md`` and ``docs/pivots.md`` from the catalogue, so that no page can lag behind it."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+from headrace.algos import pivots
 from headrace.algos.catalog import CORRECTIONS, LOSSES, PARAMETERS
 from headrace.algos.composition import ratio_plan
-from headrace.algos.parameters import Parameter
+from headrace.algos.parameters import Parameter, Value
 from headrace.errors import ConfigError
 
 
@@ -30,11 +32,26 @@ def corrections_table() -> str:
 
 
 def parameters_table() -> str:
-    def row(parameter: Parameter) -> tuple[str, ...]:
-        default = f'`"{parameter.default}"`' if parameter.choices else f"`{parameter.default:g}`"
-        return f'`"{parameter.name}"`', parameter.takes, default, parameter.meaning
+    return _parameters(PARAMETERS)
 
-    return _table(("parameter", "takes", "default", "meaning"), map(row, PARAMETERS))
+
+def pivots_table() -> str:
+    return _parameters(pivots.PARAMETERS)
+
+
+def _parameters(parameters: Iterable[Parameter]) -> str:
+    def row(parameter: Parameter) -> tuple[str, ...]:
+        # A name with a dot is quoted where it is a key of a table.
+        name = f'"{parameter.name}"' if parameter.field else parameter.name
+        return f"`{name}`", parameter.takes, f"`{_shown(parameter.default)}`", parameter.meaning
+
+    return _table(("parameter", "takes", "default", "meaning"), map(row, parameters))
+
+
+def _shown(default: Value) -> str:
+    if isinstance(default, tuple):
+        return json.dumps(default)
+    return f'"{default}"' if isinstance(default, str) else f"{default:g}"
 
 
 def pairings_table() -> str:
@@ -58,6 +75,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "corrections": corrections_table,
     "pairings": pairings_table,
     "parameters": parameters_table,
+    "pivots": pivots_table,
 }
 
 

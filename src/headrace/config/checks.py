@@ -13,15 +13,18 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from headrace.algos.composition import Composition, compose
+from headrace.config.parameters import pivot_parameters, used_beside_the_loss
 from headrace.errors import ConfigError
-from headrace.types import MAX_KEPT_TOKENS
+from headrace.types import BLOCK_TOKENS, MAX_KEPT_TOKENS
 
 if TYPE_CHECKING:
     from headrace.config.settings import AlgoSettings, Settings
 
 _STEPS = re.compile(r"delimiter:.+|tokens:[1-9]\d*|entropy:\d*\.?\d+", re.DOTALL)
-_OTHER_TEACHERS = ("snapshot", "none")
-"""Teachers' names that mean something else."""
+_NOBODY = "none"
+"""The name of a teacher that no teacher may have."""
+_SNAPSHOT = re.compile(r"snapshot:[1-9]\d*")
+_DATASET_OPTIONS = ("split", "subset")
 _COMPARES_ATTEMPTS = ("grpo", "dr-grpo", "rloo", "maxrl", "lite-ppo")
 
 
@@ -40,6 +43,22 @@ def _changed(s: Settings, section: str, *names: str) -> str:
     return " and ".join(
         f"{section}.{name}" for name in names if getattr(given, name) != getattr(default, name)
     )
+
+
+def _tasks(s: Settings) -> Iterator[str]:
+    source, options = s.tasks.source or "", s.tasks.options
+    if options and source.endswith((".jsonl", ".json")):
+        yield (
+            f"tasks.options has {', '.join(options)}, but a file ({source}) takes no arguments: leave tasks.options "
+            "out."
+        )
+    if source.startswith("hf:"):
+        for name, value in options.items():
+            if name not in _DATASET_OPTIONS or not isinstance(value, str):
+                yield (
+                    f"tasks.options has {name} = {value!r}, but a Hugging Face dataset takes "
+                    f"{' and '.join(_DATASET_OPTIONS)}, each a text: write one of these, or leave it out."
+                )
 
 
 def _sampling(s: Settings) -> Iterator[str]:
@@ -127,19 +146,9 @@ def _ranks(s: Settings) -> Iterator[str]:
 
 def _loss(s: Settings) -> Iterator[str]:
     algo = s.algo
-    if algo.kl_coef > 0 and algo.kl == "none":
+    if algo.kl_coef == 0 and algo.reference == "engine":
         yield (
-            f"algo.kl_coef is {algo.kl_coef}, but algo.kl = none computes no divergence: set algo.kl to k2 "
-            "or k3, or algo.kl_coef = 0."
-        )
-    if algo.kl != "none" and algo.kl_coef == 0:
-        yield (
-            f"algo.kl is {algo.kl}, but algo.kl_coef = 0 gives it no weight: set algo.kl_coef above 0, or "
-            "algo.kl = none."
-        )
-    if algo.kl == "none" and algo.reference == "engine":
-        yield (
-            "algo.reference is engine, but algo.kl = none needs no reference: set algo.kl to k2 or k3, or "
+            "algo.reference is engine, but algo.kl_coef = 0 needs no reference: set algo.kl_coef above 0, or "
             "algo.reference = trainer."
         )
     if algo.reference == "engine" and s.warm_start.examples is not None:
@@ -148,11 +157,6 @@ def _loss(s: Settings) -> Iterator[str]:
             "makes of it: write a warm-started model with headrace.warm_start and set model.path to it, or set "
             "algo.reference = trainer."
         )
-    if algo.overlong_buffer >= s.rollout.max_tokens:
-        yield (
-            f"algo.overlong_buffer is {algo.overlong_buffer}, which leaves no length unpunished: set it "
-            f"below rollout.max_tokens = {s.rollout.max_tokens}."
-        )
 
 
 def _composition(s: Settings) -> Iterator[str]:
@@ -160,7 +164,7 @@ def _composition(s: Settings) -> Iterator[str]:
     try:
         composition = compose(
             algo.loss, algo.corrections, clip_low=algo.clip_low, clip_high=algo.clip_high, options=algo.options,
-            guard=algo.guard,
+            guard=algo.guard, others=used_beside_the_loss(s),
         )  # fmt: skip
     except ConfigError as error:
         yield str(error)
@@ -172,11 +176,17 @@ def _composition(s: Settings) -> Iterator[str]:
             "with the one at the start of the step, and with trainer.minibatches = 1 these are the same; set "
             "trainer.minibatches to 2 or more, or leave it out."
         )
-    penalised = composition.values["truncated.mode"] == "penalise" or algo.overlong_buffer > 0
-    if algo.advantage == "maxrl" and penalised:
+    values = composition.values
+    num_overlong = int(values["overlong.tokens"])  # type: ignore[arg-type]
+    if num_overlong >= s.rollout.max_tokens:
+        yield (
+            f'algo.options has "overlong.tokens" = {num_overlong}, which leaves no length unpunished: set it below '
+            f"rollout.max_tokens = {s.rollout.max_tokens}."
+        )
+    if algo.advantage == "maxrl" and (values["truncated.mode"] == "penalise" or num_overlong):
         yield (
             "algo.advantage is maxrl, which needs returns of at least 0, but long completions are to lose reward: set "
-            'algo.overlong_buffer = 0 and "truncated.mode" to keep or mask, or another algo.advantage.'
+            '"overlong.tokens" = 0 and "truncated.mode" to keep or mask in algo.options, or another algo.advantage.'
         )
 
 
@@ -195,37 +205,19 @@ def _weigher(composition: Composition) -> str:
     return "loss = decoupled" if weight == "decoupled" else f"corrections = {weight}"
 
 
-_PIVOT_OPTIONS: dict[str, tuple[type, ...]] = {
-    "gamma": (int, float),
-    "success": (int, float),
-    "per_group": (int,),
-    "delimiters": (list,),
-    "segments": (int,),
-}
-
-
 def _pivots(s: Settings) -> Iterator[str]:
-    branches, options = s.pivots.branches, s.pivots.options
+    branches = s.pivots.branches
     if branches == 1 and s.algo.advantage in _COMPARES_ATTEMPTS:
         yield (
             f"pivots.branches is 1, but algo.advantage = {s.algo.advantage} compares the branches of a pivot: set "
             "pivots.branches to 2 or more, or to 0."
         )
-    idle = _changed(s, "pivots", "weight", "segment_tokens")
-    if branches == 0 and idle:
-        yield f"{idle} would do nothing while pivots.branches = 0: set pivots.branches to 2 or more, or leave it out."
-    if branches == 0 and options:
+    if branches == 0 and s.pivots.options:
         yield "pivots.options does nothing while pivots.branches = 0: set pivots.branches to 2 or more."
-    for name, value in options.items():
-        kinds = _PIVOT_OPTIONS.get(name)
-        if kinds is None:
-            yield f"pivots.options.{name} is unknown: use {', '.join(_PIVOT_OPTIONS)}."
-        elif not isinstance(value, kinds) or isinstance(value, bool):
-            yield f"pivots.options.{name} is {value!r}: give {' or '.join(k.__name__ for k in kinds)}."
-        elif name != "success" and isinstance(value, (int, float)) and value < (name == "per_group"):
-            yield f"pivots.options.{name} is {value}: give {int(name == 'per_group')} or more."
-    if options.get("delimiters") and options.get("segments"):
-        yield "pivots.options names both delimiters and segments, which cut attempts differently: leave one out."
+    try:
+        pivot_parameters(s)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _reward(s: Settings) -> Iterator[str]:
@@ -252,16 +244,11 @@ def _scoring(s: Settings) -> Iterator[str]:
             f'scoring.steps is "{scoring.steps}": write delimiter:TEXT, tokens:N or entropy:NATS, for example '
             "delimiter:\\n."
         )
-    idle = _changed(s, "scoring", "steps", "form", "weight")
+    idle = _changed(s, "scoring", "steps", "abort_below")
     if scoring.process is None and idle:
         yield (
             f"{idle} would do nothing, since nobody judges steps: set scoring.process to a model or module:function, "
             "or leave it out."
-        )
-    if scoring.process is None and scoring.abort_below is not None:
-        yield (
-            f"scoring.abort_below is {scoring.abort_below}, but nobody judges steps: set scoring.process to a model or "
-            "module:function, or leave scoring.abort_below out."
         )
 
 
@@ -269,36 +256,45 @@ def _distill(s: Settings) -> Iterator[str]:
     d, cuts = s.distill, s.rollout
     for name, path in d.teachers.items():
         # Processes and log files are named after them.
-        if not re.fullmatch(r"[A-Za-z0-9_]+", name) or name in _OTHER_TEACHERS or not path:
+        if not re.fullmatch(r"[A-Za-z0-9_]+", name) or name == _NOBODY or not path:
             yield (
                 f'distill.teachers names "{name}" for "{path}": give each model a name of letters, digits and '
-                f"underscores other than {' and '.join(_OTHER_TEACHERS)}."
+                f"underscores other than {_NOBODY}."
             )
+    snapshots = [path for path in d.teachers.values() if path.startswith("snapshot:")]
+    if len(snapshots) > 1 or not all(map(_SNAPSHOT.fullmatch, snapshots)):
+        yield (
+            f"distill.teachers has {' and '.join(snapshots)}: write snapshot:N, with N of at least 1, for the policy N "
+            "versions back, and once at most."
+        )
+        return
     truncated = cuts.top_k > 0 or cuts.top_p < 1 or cuts.min_p > 0
-    if (d.teachers or d.snapshot_lag) and d.divergence != "sampled" and truncated:
+    if d.teachers and d.divergence != "sampled" and truncated:
         yield (
             f"distill.divergence is {d.divergence}, which compares whole distributions, but sampling is truncated: set "
             "distill.divergence = sampled, or rollout.top_k = 0, rollout.top_p = 1.0 and rollout.min_p = 0.0."
         )
-    if not (d.teachers or d.snapshot_lag) and d != type(d)():
+    if not d.teachers and d != type(d)():
+        yield "distill names nobody to imitate, so its other settings do nothing: set distill.teachers."
+    elif d.divergence == "sampled" and (idle := _changed(s, "distill", "top_k")):
         yield (
-            "distill names nobody to imitate, so its other settings do nothing: set distill.teachers or "
-            "distill.snapshot_lag."
+            f"{idle} is {d.top_k}, but distill.divergence = sampled asks teachers about the sampled token alone: set "
+            "distill.divergence to forward or reverse, or leave distill.top_k out."
         )
-    if d.snapshot_lag and s.weights.bundle == "delta":
+    if d.snapshots and s.weights.bundle == "delta":
         yield (
-            f"distill.snapshot_lag is {d.snapshot_lag}, but a teacher that follows late needs whole bundles: set "
+            f"distill.teachers has {snapshots[0]}, but a teacher that follows late needs whole bundles: set "
             "weights.bundle = full."
         )
-    if d.snapshot_lag and s.weights.transport == "collective":
+    if d.snapshots and s.weights.transport == "collective":
         yield (
-            f"distill.snapshot_lag is {d.snapshot_lag}, but a broadcast cannot be received later: set "
+            f"distill.teachers has {snapshots[0]}, but a broadcast cannot be received later: set "
             "weights.transport = auto."
         )
 
 
 def _engine(s: Settings) -> Iterator[str]:
-    kv_tokens, needed = s.engine.kv_tokens, s.rollout.max_tokens + s.engine.block_size
+    kv_tokens, needed = s.engine.kv_tokens, s.rollout.max_tokens + BLOCK_TOKENS
     if kv_tokens is not None and kv_tokens < needed:
         yield (
             f"engine.kv_tokens is {kv_tokens}, too few for one completion of rollout.max_tokens = "
@@ -342,7 +338,7 @@ def _lora(s: Settings) -> Iterator[str]:
 
 
 _Rule = Callable[["Settings"], Iterator[str]]
-_ALWAYS: tuple[_Rule, ...] = (_reward, _scoring, _engine)
+_ALWAYS: tuple[_Rule, ...] = (_tasks, _reward, _scoring, _engine)
 _TRAINING: tuple[_Rule, ...] = (
     _sampling, _groups, _stragglers, _batch, _ranks, _loss, _composition, _distill, _pivots, _lora, _warm_start,
 )  # fmt: skip

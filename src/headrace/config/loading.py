@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from headrace.config.moved import MOVED
 from headrace.config.names import (
     FIELDS,
     SECTIONS,
@@ -133,6 +134,8 @@ def _unknown(name: str) -> str:
     if name in SECTIONS:
         example = next(field for field in FIELDS if field.startswith(f"{name}."))
         return f"{name} is a section, not a setting: set its fields by name, for example {example}."
+    if name in MOVED:
+        return f"{name} is no longer a setting: {MOVED[name]}."
     guess = nearest(name)
     remedy = f"did you mean {guess}?" if guess else "docs/settings.md lists every setting."
     return f"{name} is not a setting: {remedy}"

@@ -27,10 +27,8 @@ MAY_CHANGE = frozenset(
         "model.device",
         "rollout.attempt_s",
         "reward.timeout_s",
-        "reward.retries",
         "reward.error_budget",
         "reward.workers",
-        "scoring.deadline_s",
         "algo.guard",
         "trainer.on_nonfinite",
         "trainer.ranks",
@@ -38,15 +36,12 @@ MAY_CHANGE = frozenset(
         "trainer.offload",
         "engine.count",
         "engine.max_running",
-        "engine.block_size",
         "engine.kv_tokens",
-        "engine.prefill_tokens",
         "engine.memory_share",
         "model.eager",
         "weights.mode",
         "weights.transport",
         "weights.bundle",
-        "weights.deadline_s",
     }
 )
 """Settings a resumed run may have changed."""

@@ -47,6 +47,9 @@ def _without_none(options: dict[str, JsonValue]) -> dict[str, JsonValue]:
     return options
 
 
+SNAPSHOT = "snapshot:"
+"""How a teacher's text begins that is the policy itself."""
+
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -84,7 +87,13 @@ class RunSettings(Section):
     console: Literal["auto", "live", "plain", "off"] = "auto"
     """`live` redraws one view, `plain` prints one line per step; `auto` is live on a terminal."""
     stall_s: float = Field(600.0, gt=0)
-    """Seconds any worker may go without progress before the run stops and says what it waited for."""
+    """Seconds any worker may go without progress before the run stops and says what it waited for; an engine has a
+    quarter of them to take new weights."""
+
+    @property
+    def update_s(self) -> float:
+        """Seconds in which an engine has to have new weights: one that hangs is named before the run stalls."""
+        return self.stall_s / 4
 
 
 class ModelSettings(Section):
@@ -107,8 +116,6 @@ class TaskSettings(Section):
     source: str | None = None
     """A `.jsonl` file, `hf:NAME` (Hugging Face dataset), `gym:NAME` (reasoning-gym generator) or
     `module:function` (returns a list of rows)."""
-    split: str = "train"
-    """Split of a Hugging Face dataset."""
     prompt_column: str = "prompt"
     """Column with the prompt, text or chat messages; all other columns reach the reward functions."""
     limit: int | None = Field(None, ge=1)
@@ -118,7 +125,8 @@ class TaskSettings(Section):
     system_prompt: str | None = None
     """System message put before every prompt; not set: none."""
     options: Options = Field(default_factory=dict)
-    """Arguments of the source: the generator's for `gym:`, the function's for `module:function`."""
+    """Arguments of the source: `split` (`train` unless given) and `subset` of a Hugging Face dataset, the generator's
+    for `gym:`, the function's for `module:function`."""
 
 
 class RolloutSettings(Section):
@@ -167,11 +175,11 @@ class RewardSettings(Section):
     weights: Numbers | None = None
     """One factor per function; not set: 1 each."""
     timeout_s: float = Field(60.0, gt=0)
-    """Seconds one call of a reward function may take."""
-    retries: int = Field(1, ge=0)
-    """Further calls after one that raised, returned NaN or took too long; then the group is dropped."""
+    """Seconds one call of a reward function may take, and step scores after a group's last attempt, without which it is
+    then trained."""
     error_budget: float = Field(0.1, ge=0, le=1)
-    """Share of groups that may be dropped that way before the run stops."""
+    """Share of groups that may be dropped before the run stops, because a call raised, returned NaN or took too long,
+    and did so again when it was made once more."""
     workers: int = Field(4, ge=1)
     """Calls that may run at the same time."""
 
@@ -184,13 +192,6 @@ class ScoringSettings(Section):
     `PATH?good=+&bad=-`, for any with `marker=TEXT` to put behind each step) or a `module:function`; not set: nobody."""
     steps: str = "delimiter:\\n"
     """Where a step ends: `delimiter:TEXT`, `tokens:N`, or `entropy:NATS`, before a token more surprising than that."""
-    form: Literal["sum", "min", "potential"] = "potential"
-    """What scores become: the normalised `sum` of those to come, close to the `min` of them (PURE), or how much each
-    step raised the estimate."""
-    weight: float = Field(1.0, ge=0)
-    """Factor of the step advantages, which are added to the outcome's."""
-    deadline_s: float = Field(30.0, gt=0)
-    """Seconds after a group's last attempt at which it is trained without the scores that are not there."""
     abort_below: float | None = None
     """Attempts with two steps in a row below this are sampled no further; not set: all are sampled to their end."""
 
@@ -220,36 +221,28 @@ class AlgoSettings(Section):
     `mis`, `seq-tis`, `seq-mis`) and any filters (`geo-filter`, `k3-filter`, `max-k2-filter`, `opsm`, `m2po`); see
     `docs/losses.md`."""
     options: Parameters = Field(default_factory=dict)
-    """Parameters of the loss, its corrections, the guard and truncated completions, by qualified name (`"tis.cap"`);
-    `docs/losses.md` lists them."""
+    """Parameters of the loss, its corrections, the guard, long completions, the KL estimator, the balance of experts
+    and process rewards, by qualified name (`"tis.cap"`); `docs/losses.md` lists them."""
     guard: Literal["off", "warn", "scale", "stop"] = "warn"
     """What a batch too far from the policy does: `warn`, also `scale` the learning rate by the root of the share of
     effective samples, or `stop` the run."""
-    kl: Literal["none", "k2", "k3"] = "none"
-    """Estimator of the divergence from the starting model. k1 is not offered: as a loss it has no gradient."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of that divergence in the loss."""
+    """Weight in the loss of the divergence from the starting model; 0 is off. Its estimator is `"kl.estimator"` in
+    `algo.options`."""
     reference: Literal["trainer", "engine"] = "trainer"
     """Who computes the starting model's log-probabilities for it: the `trainer`, which keeps a copy of that model, or
     one more `engine`, which never gets new weights and works beside generation and training."""
-    balance_coef: float = Field(0.0, ge=0)
-    """Weight of the load-balancing loss of a mixture of experts, computed for each sequence by itself; 0 turns
-    it off."""
     routing: Literal["live", "keep"] = "keep"
     """In a mixture of experts, `keep` has the engine record which experts computed each token, and the trainer computes
     it with the same ones; `live` lets the trainer's routers choose anew. Dense models record nothing."""
-    overlong_buffer: int = Field(0, ge=0)
-    """The last so many tokens before `rollout.max_tokens` cost reward, linearly more; 0 turns it off."""
-    overlong_factor: float = Field(1.0, ge=0)
-    """Reward lost by a completion that fills all of `rollout.max_tokens`."""
 
 
 class DistillSettings(Section):
     """Pull the policy towards a teacher on what it samples itself, alone or beside a reward."""
 
     teachers: dict[str, str] = Field(default_factory=dict)
-    """Table of names and models (directories or hub names) to imitate; a task's column `teacher` chooses one by name,
-    the first where it has none; `none` imitates nobody."""
+    """Table of names and models (directories or hub names) to imitate; `snapshot:N` is the policy itself N versions
+    back. A task's column `teacher` chooses one by name, the first where it has none; `none` imitates nobody."""
     divergence: Literal["sampled", "forward", "reverse"] = "sampled"
     """`sampled` is KL(policy || teacher) as a policy gradient on the sampled tokens; `reverse` computes the same and
     `forward` KL(teacher || policy) over the teacher's likeliest tokens and one bucket for the rest."""
@@ -257,8 +250,20 @@ class DistillSettings(Section):
     """Weight of the divergence in the loss; it is averaged over the tokens that have a teacher."""
     top_k: int = Field(16, ge=1, le=1024)
     """Likeliest tokens the teacher tells of each position, for `forward` and `reverse`."""
-    snapshot_lag: int = Field(0, ge=0)
-    """Above 0, one teacher more, `snapshot`: the policy itself so many versions back."""
+
+    @property
+    def snapshots(self) -> dict[str, int]:
+        """Teachers that are the policy itself, and how many versions back."""
+        return {
+            name: int(text.removeprefix(SNAPSHOT))
+            for name, text in self.teachers.items()
+            if text.startswith(SNAPSHOT)
+        }
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Teachers that are models of their own, and where these lie."""
+        return {name: text for name, text in self.teachers.items() if not text.startswith(SNAPSHOT)}
 
 
 class PivotSettings(Section):
@@ -266,15 +271,9 @@ class PivotSettings(Section):
 
     branches: int = Field(0, ge=0)
     """Attempts that go on from one pivot and are compared with each other; 0 turns it off."""
-    weight: float = Field(1.0, ge=0)
-    """Weight of the branches' part of the loss, which has its own denominator."""
-    segment_tokens: int = Field(16, ge=1)
-    """A pivot lies after a multiple of so many tokens, unless `pivots.options` names delimiters or a number of
-    segments."""
     options: Options = Field(default_factory=dict)
-    """`gamma` (0.1; higher prefers late pivots), `success` (1.0; return from which an attempt has succeeded),
-    `per_group` (1; failed attempts of a group that are branched off), `delimiters` (texts of one token that end a
-    segment), `segments` (a fixed number of them)."""
+    """Weight of the branches in the loss, how many attempts are branched off, where pivots lie; `docs/pivots.md` lists
+    them."""
 
 
 class TrainerSettings(Section):
@@ -332,13 +331,8 @@ class EngineSettings(Section):
     """Engines to run."""
     max_running: int | None = Field(None, ge=1)
     """Requests an engine computes at the same time; not set: 64 on a CPU, 512 on a GPU."""
-    block_size: int = Field(16, ge=1)
-    """Tokens in one block of the key-value cache."""
     kv_tokens: int | None = Field(None, ge=1)
     """Tokens the key-value cache holds; not set: derived from the model and the memory there is."""
-    prefill_tokens: int | None = Field(None, ge=1)
-    """Most prompt tokens in one forward pass, longer prompts being computed in chunks; not set: 512 on a CPU,
-    8192 on a GPU."""
     memory_share: float | None = Field(None, gt=0, le=1)
     """Share of the GPU's memory the engine may take; not set: 0.4 beside a trainer on the same GPU, else 0.9."""
 
@@ -356,8 +350,6 @@ class WeightSettings(Section):
     bundle: Literal["auto", "full", "delta"] = "auto"
     """What travels: `full`, all weights; `delta`, those that changed (the trainer then keeps a copy of what it
     sent last); `auto` sends deltas of bfloat16 weights where the way is slow."""
-    deadline_s: float = Field(60.0, gt=0)
-    """Seconds an engine may take to apply an update."""
 
 
 class WarmStartSettings(Section):
@@ -368,9 +360,7 @@ class WarmStartSettings(Section):
     answer_column: str = "answer"
     """Column with the answer to imitate."""
     steps: int = Field(0, ge=0)
-    """Supervised steps."""
-    batch_size: int = Field(64, ge=1)
-    """Examples in one step."""
+    """Supervised steps of 64 examples."""
     learning_rate: float = Field(1e-3, gt=0)
     """Learning rate of the supervised steps."""
 

@@ -200,6 +200,6 @@ def _blocks_that_fit(passes: DevicePasses, layers: Sequence[LayerShape], limits:
         raise ConfigError(
             f"engine.memory_share: of {total / 2**30:.1f} GiB ({free / 2**30:.1f} free), passes of "
             f"{limits.prefill_tokens} prompt tokens and {limits.max_running} requests leave none for keys and "
-            "values; raise it, lower engine.prefill_tokens or engine.max_running, or use a smaller model"
+            "values; raise it, lower engine.max_running, or use a smaller model"
         )
     return room // per_block

@@ -12,6 +12,7 @@ from headrace.engines.torch_engine import TorchEngine
 from headrace.models.float_residual import keep_float_residual
 from headrace.models.lora import LoraSpec
 from headrace.timekeeping import TimeLedger
+from headrace.types import BLOCK_TOKENS
 
 _USUAL_RUNNING = {"cpu": 64, "cuda": 512}
 _USUAL_PREFILL = {"cpu": 512, "cuda": 8192}
@@ -23,7 +24,7 @@ def torch_engine(
     ledger: TimeLedger,
     version: int = 0,
     max_running: int | None = None,
-    block_size: int = 16,
+    block_size: int = BLOCK_TOKENS,
     kv_tokens: int | None = None,
     prefill_tokens: int | None = None,
     recompute_kv: bool = False,

@@ -105,7 +105,7 @@ def plan_memory(settings: Settings, model: Architecture, *, kind: str, device_by
     engines = {f"engine-{i}": engine for i in range(settings.engine.count)}
     for name, scores in _scoring(settings, model, dtype).items():
         scoring = _engine_plan(settings, build.reference_settings(settings, scores.context_tokens), kind)
-        scoring = replace(scoring, scored_tokens=scoring.prefill_tokens)
+        scoring = replace(scoring, prefill_tokens=build.SCORED_TOKENS, scored_tokens=build.SCORED_TOKENS)
         engines[name] = engine_bytes(scores, scoring, device_bytes=device_bytes)
     uses = [
         Use(name, first, purpose, num_bytes)
@@ -120,7 +120,7 @@ def plan_memory(settings: Settings, model: Architecture, *, kind: str, device_by
         ranks=settings.trainer.ranks,
         offload=settings.trainer.offload,
         row_tokens=row_tokens,
-        with_reference=settings.algo.kl != "none" and settings.algo.reference == "trainer",
+        with_reference=settings.algo.kl_coef > 0 and settings.algo.reference == "trainer",
     )
     recomputed = 0
     for rank in range(asked.ranks):
@@ -151,9 +151,9 @@ def plan_memory(settings: Settings, model: Architecture, *, kind: str, device_by
 def _scoring(settings: Settings, model: Architecture, dtype: torch.dtype) -> dict[str, Architecture]:
     """The models of engines that only score, by process."""
     models = {"reference": model} if settings.algo.reference == "engine" else {}
-    for name, path in settings.distill.teachers.items():
+    for name, path in settings.distill.models.items():
         models[f"teacher-{name}"] = _examined(str(found_model(path, f"distill.teachers.{name}")), dtype)
-    return models | ({"teacher-snapshot": model} if settings.distill.snapshot_lag else {})
+    return models | {f"teacher-{name}": model for name in settings.distill.snapshots}
 
 
 @cache
@@ -195,13 +195,13 @@ def memory_of(kind: str) -> int:
 
 
 def _engine_plan(settings: Settings, engine: EngineSettings, kind: str) -> EnginePlan:
-    max_running, prefill_tokens = usual_sizes(kind, engine.max_running, engine.prefill_tokens)
+    max_running, prefill_tokens = usual_sizes(kind, engine.max_running, None)
     return EnginePlan(
         dtype=_DTYPES[build.dtype(settings, kind)],
         on_gpu=kind == "cuda",
         max_running=max_running,
         prefill_tokens=prefill_tokens,
-        block_size=engine.block_size,
+        block_size=build.block_tokens(settings, kind),
         kv_tokens=engine.kv_tokens,
         memory_share=build.memory_share(settings, beside_trainer=True),
     )
@@ -216,7 +216,7 @@ def _published(
     published: Purpose = "published weights"
     size = (model.num_adapter_weights or model.num_weights) * dtype.itemsize
     where = HOST if route.transport == "shared_memory" else place
-    kept = size * (1 + settings.distill.snapshot_lag)
+    kept = size * (1 + sum(settings.distill.snapshots.values()))
     uses = [] if route.transport == "files" else [Use(name, where, published, kept)]
     return [*uses, Use(name, place, published, size)] if route.bundle == "delta" else uses
 

@@ -53,7 +53,7 @@ class DelayedWeights:
         except TimeoutError:
             self._warn(
                 f"{self._engine.name} took over {self._deadline_s:g} s for version {manifest.version} and goes on with "
-                f"{self.version}; raise weights.deadline_s if the model is large"
+                f"{self.version}; raise run.stall_s if the model is large"
             )
         except WeightSyncError as error:
             self._warn(f"{self._engine.name} goes on with version {self.version}: {error}")

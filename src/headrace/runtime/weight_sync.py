@@ -141,5 +141,5 @@ class WeightSync:
                 return await wait
         except TimeoutError:
             raise DeadlineError(
-                f"waited {deadline_s:g} s for {what}; raise weights.deadline_s if the model is large"
+                f"waited {deadline_s:g} s for {what}; raise run.stall_s if the model is large"
             ) from None

@@ -30,7 +30,7 @@ class ExpertBalance:
         if not found:
             raise ModelError(
                 f"model: {type(model).__name__} routes nothing, so there is nothing to balance; set "
-                "algo.balance_coef to 0"
+                '"balance.coef" in algo.options to 0'
             )
         for router in found.values():
             router.register_forward_hook(self._hear)

@@ -9,15 +9,19 @@ import pytest
 
 from headrace.algos import losses
 from headrace.algos.advantages import ADVANTAGES
-from headrace.algos.catalog import CORRECTIONS, LOSSES, PARAMETERS
+from headrace.algos.catalog import CORRECTIONS, LOSSES, OF_A_RUN, PARAMETERS
 from headrace.algos.composition import RatioPlan, compose, ratio_plan
 from headrace.algos.corrections import FILTERS, WEIGHTS
+from headrace.algos.kl import KL_ESTIMATORS
+from headrace.algos.process import FORMS
 from headrace.algos.tables import TABLES, fill
 from headrace.config import load
 from headrace.config.settings import AlgoSettings
 from headrace.errors import ConfigError
 
-PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = DOCS / "losses.md"
+PAGES = {name: DOCS / "pivots.md" if name == "pivots" else PAGE for name in TABLES}
 
 
 def test_every_pairing_names_its_anchor() -> None:
@@ -54,13 +58,16 @@ def test_the_catalogue_the_functions_and_the_settings_name_the_same() -> None:
     fields = AlgoSettings.model_fields
     assert get_args(fields["loss"].annotation) == tuple(LOSSES)
     assert get_args(fields["advantage"].annotation) == tuple(ADVANTAGES)
+    choices = {parameter.name: parameter.choices for parameter in PARAMETERS}
+    assert choices["kl.estimator"] == tuple(KL_ESTIMATORS)
+    assert choices["process.form"] == tuple(FORMS)
 
 
 def test_parameters_are_unique_belong_to_someone_and_accept_their_defaults() -> None:
     names = [parameter.name for parameter in PARAMETERS]
     assert len(set(names)) == len(names)
     for parameter in PARAMETERS:
-        assert parameter.owner in LOSSES.keys() | CORRECTIONS.keys() | {"guard", "truncated"}
+        assert parameter.owner in LOSSES.keys() | CORRECTIONS.keys() | {"guard", "truncated", *OF_A_RUN}
         assert parameter.accepts(parameter.default)
 
 
@@ -79,9 +86,8 @@ def test_every_problem_of_the_options_is_named_at_once() -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_page_has_the_generated_tables(name: str) -> None:
-    assert TABLES[name]() in PAGE.read_text(encoding="utf-8"), (
-        "docs/losses.md is out of date: run `make docs`"
-    )
+    page = PAGES[name]
+    assert TABLES[name]() in page.read_text(encoding="utf-8"), f"{page} is out of date: run `make docs`"
 
 
 def test_the_example_is_a_composition_that_can_be_built() -> None:
@@ -92,5 +98,6 @@ def test_the_example_is_a_composition_that_can_be_built() -> None:
 
 
 def test_filling_a_page_twice_changes_nothing() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert fill(page) == page
+    for path in PAGES.values():
+        page = path.read_text(encoding="utf-8")
+        assert fill(page) == page

@@ -134,12 +134,12 @@ def test_an_engine_told_nothing_stays_within_its_share():
 
 
 def test_a_reference_in_the_trainer_is_a_copy_of_the_weights():
-    plan = gpu_plan(algo__kl="k3", algo__kl_coef=0.1)
+    plan = gpu_plan(algo__kl_coef=0.1)
     assert bytes_for(plan, "reference") == 2 * published("qwen2-1.5b").num_weights
 
 
 def test_a_reference_of_its_own_is_one_more_process():
-    plan = gpu_plan(algo__kl="k3", algo__kl_coef=0.1, algo__reference="engine")
+    plan = gpu_plan(algo__kl_coef=0.1, algo__reference="engine")
     assert plan.processes == ["engine-0", "reference", "trainer"]
     assert bytes_for(plan, "reference") == 0
     assert bytes_for(plan, "keys and values", "reference") < 0.02 * bytes_for(
@@ -149,7 +149,7 @@ def test_a_reference_of_its_own_is_one_more_process():
 
 def test_teachers_are_processes_and_a_snapshot_keeps_bundles(tmp_path):
     make_tiny_model(tmp_path, vocab_size=64)
-    plan = gpu_plan(distill__teachers={"tiny": str(tmp_path)}, distill__snapshot_lag=3)
+    plan = gpu_plan(distill__teachers={"tiny": str(tmp_path), "snapshot": "snapshot:3"})
     assert plan.processes == ["engine-0", "teacher-tiny", "teacher-snapshot", "trainer"]
     weights = 2 * published("qwen2-1.5b").num_weights
     assert bytes_for(plan, "weights, computed with", "teacher-snapshot") == weights
@@ -164,7 +164,7 @@ def test_teachers_are_processes_and_a_snapshot_keeps_bundles(tmp_path):
 def test_of_an_adapter_only_its_own_weights_are_trained_and_published(tmp_path, family, targets):
     pytest.importorskip("peft")
     real = make_tiny_model(tmp_path, family=family, vocab_size=48)
-    settings = from_dict({"lora.rank": 4, "lora.targets": targets, "algo.kl": "k3", "algo.kl_coef": 0.1})
+    settings = from_dict({"lora.rank": 4, "lora.targets": targets, "algo.kl_coef": 0.1})
     model = examine(real.config, torch.bfloat16, build.lora(settings))
     trained = AdapterWeights(real, torch.float32, build.lora(settings)).model
     num = sum(parameter.numel() for parameter in trained.parameters())

@@ -280,7 +280,7 @@ def test_a_version_that_the_follower_cannot_take_is_named_and_left_out():
     assert [v for _, retired in has for v in retired] == [0, 1, 2, 3, 4, 5]
     assert len(said) == 2
     assert "teacher-1 goes on with version 1: version 2 is torn" in said[0]
-    assert "took over 5 s for version 3" in said[1] and "weights.deadline_s" in said[1]
+    assert "took over 5 s for version 3" in said[1] and "run.stall_s" in said[1]
 
 
 @pytest.mark.parametrize("max_lag", [0, 2])

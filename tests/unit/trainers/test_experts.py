@@ -137,5 +137,5 @@ def test_the_balance_loss_is_a_mean_over_sequences_whatever_the_rows(
 
 
 def test_a_model_that_routes_nothing_cannot_be_balanced(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"algo\.balance_coef"):
+    with pytest.raises(ModelError, match=r"balance\.coef"):
         ExpertBalance(tiny(tmp_path, "llama"))

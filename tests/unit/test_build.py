@@ -1,0 +1,65 @@
+"""From settings to plain values: what parameters become, and what is derived instead of asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace import build
+from headrace.algos.pivots import PivotRule
+from headrace.config import from_dict
+from headrace.config.parameters import algo_parameters, loss_options, pivot_parameters
+
+
+def test_parameters_of_long_completions_reach_the_plan():
+    options = {
+        "overlong.tokens": 16,
+        "overlong.penalty": 0.5,
+        "truncated": {"mode": "penalise", "penalty": 2},
+    }
+    plan = build.plan(from_dict({"algo.options": options}))
+    assert (plan.overlong_buffer_tokens, plan.overlong_factor, plan.truncated_penalty) == (16, 0.5, 2.0)
+    plain = build.plan(from_dict({}))
+    assert (plain.overlong_buffer_tokens, plain.truncated_penalty) == (0, 0.0)
+
+
+def test_a_divergence_is_estimated_where_it_has_a_weight():
+    assert "kl.estimator" not in algo_parameters(from_dict({}))
+    assert algo_parameters(from_dict({"algo.kl_coef": 0.1}))["kl.estimator"] == "k3"
+    chosen = from_dict({"algo.kl_coef": 0.1, "algo.options.kl.estimator": "k2"})
+    assert algo_parameters(chosen)["kl.estimator"] == "k2"
+
+
+def test_the_loss_is_given_its_own_options_and_no_others():
+    options = {"tis.cap": 3.0, "balance.coef": 0.1, "truncated.mode": "mask", "guard.mismatch": 0.2}
+    settings = from_dict({"algo.corrections": ["tis"], "algo.options": options})
+    assert loss_options(settings) == {"tis.cap": 3.0, "truncated.mode": "mask", "guard.mismatch": 0.2}
+    assert algo_parameters(settings)["balance.coef"] == 0.1
+
+
+def test_pivots_have_their_rule_s_defaults():
+    assert build.pivot_rule(from_dict({"pivots.branches": 4})) == PivotRule(branches=4)
+    assert pivot_parameters(from_dict({}))["weight"] == 1.0
+    options = {"gamma": 2, "segments": 3, "per_group": 2, "success": 0.5}
+    rule = build.pivot_rule(from_dict({"pivots.branches": 4, "pivots.options": options}))
+    assert rule == PivotRule(branches=4, gamma=2.0, num_segments=3, per_group=2, success=0.5)
+
+
+@pytest.mark.parametrize(("max_tokens", "on_cpu"), [(1, 1), (8, 2), (18, 4), (63, 8), (64, 16), (4096, 16)])
+def test_blocks_are_small_where_short_attempts_share_them(max_tokens, on_cpu):
+    branching = from_dict({"pivots.branches": 2, "rollout.max_tokens": max_tokens})
+    assert build.block_tokens(branching, "cpu") == on_cpu
+    assert build.block_tokens(branching, "cuda") == 16
+    assert build.block_tokens(from_dict({"rollout.max_tokens": max_tokens}), "cpu") == 16
+
+
+def test_an_update_is_given_up_before_the_run_stalls():
+    assert build.plan(from_dict({"run.stall_s": 100.0})).sync_s == 25.0
+
+
+def test_split_and_subset_of_a_dataset_are_options_of_the_source(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list([{"prompt": f"q{i}"} for i in range(5)])
+    datasets.DatasetDict({"test": table}).save_to_disk(str(tmp_path / "saved"))
+    chosen = {"tasks.source": f"hf:{tmp_path / 'saved'}", "tasks.options": {"split": "test"}}
+    source = build.task_source(from_dict({**chosen, "tasks.shuffle": False}))
+    assert source.task(3).prompt == "q3"
