@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace import build, evaluation, roles, teaching
+from headrace import build, evaluation, teaching
 from headrace.config import Settings, from_dict
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, TaskError
 from headrace.launch.controller_loop import ControllerLoop
 from headrace.observe.console import ConsoleSink
 from headrace.observe.events import Fanout
@@ -27,6 +27,7 @@ from headrace.protocols import Sink, TaskSource
 from headrace.run_directory import RunDirectory, latest_checkpoint
 from headrace.runtime.pipeline import Pipeline
 from headrace.runtime.plan import RunPlan
+from headrace.types import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,7 @@ def warm_start(
     learning_rate: float = 1e-3,
     answer_column: str = "answer",
     seed: int = 0,
+    device: str = "auto",
 ) -> list[float]:
     """Supervised steps on example answers, before reinforcement. Writes the model to ``output`` and returns
     the loss of every step. ``examples``: what ``train`` takes as tasks, with the answers in a column."""
@@ -128,14 +130,25 @@ def warm_start(
     directory = build.model_directory(chosen)
     source = build.task_source(chosen, examples)
     renderer = build.Renderer.from_directory(directory)
-    pairs = roles.answer_pairs(renderer, [source.task(i) for i in range(len(source))], answer_column)
-    trained = load_model(directory, device=build.device(chosen.model.device))
+    pairs = [_answer_pair(renderer, source.task(i), answer_column) for i in range(len(source))]
+    trained = load_model(directory, device=build.device(device))
     losses = run_steps(
         trained, pairs, steps=steps, batch_size=batch_size, learning_rate=learning_rate, seed=seed
     )
     trained.save_pretrained(str(output))
     copy_tokenizer(directory, Path(output))
     return losses
+
+
+def _answer_pair(renderer: build.Renderer, task: Task, column: str) -> tuple[Any, Any]:
+    """Prompt ids, and answer ids with the end token."""
+    if column not in task.columns:
+        raise TaskError(
+            f"answer_column: task {task.id} has no column {column!r} "
+            f"(it has: {', '.join(task.columns) or 'none'})"
+        )
+    answer = renderer.encode(str(task.columns[column]))
+    return renderer.prompt_ids(task), [*answer.tolist(), renderer.stop_ids[0]]
 
 
 def _settings(
@@ -180,10 +193,9 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
     sink = Fanout([JsonlSink(directory.events), console])
     loop = asyncio.get_running_loop()
     assert isinstance(loop, ControllerLoop)
-    fresh = directory.latest_checkpoint() is None
     try:
-        sink.emit("phase", {"text": _starting(settings, fresh)})
-        cluster = await build.cluster(settings, inputs.rewards, run_dir=directory.path, fresh=fresh)
+        sink.emit("phase", {"text": f"starting {settings.engine.count} engine(s) and the trainer"})
+        cluster = await build.cluster(settings, inputs.rewards, run_dir=directory.path)
         try:
             scorer = build.scorer(settings, inputs.rewards, cluster.scorers)
             pipeline = Pipeline(
@@ -219,14 +231,6 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
         rewards=tuple(console.progress.rewards),
         summary=summary,
     )
-
-
-def _starting(settings: Settings, fresh: bool) -> str:
-    warm = settings.warm_start
-    text = f"starting {settings.engine.count} engine(s) and the trainer"
-    if fresh and warm.examples is not None and warm.steps:
-        text += f", warm start of {warm.steps} supervised steps"
-    return text
 
 
 @contextmanager

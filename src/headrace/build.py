@@ -345,26 +345,25 @@ def quieten() -> None:
 
 
 async def cluster(
-    settings: Settings, rewards: Sequence[Reward], *, run_dir: Path, fresh: bool
+    settings: Settings, rewards: Sequence[Reward], *, run_dir: Path
 ) -> LocalCluster | InlineCluster:
     """Engines, trainer and scorer, started as the launcher setting says."""
     directory = create_segment_directory()
     try:
-        return await _start(settings, rewards, directory, run_dir=run_dir, fresh=fresh)
+        return await _start(settings, rewards, directory, run_dir=run_dir)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
 
 
 async def _start(
-    settings: Settings, rewards: Sequence[Reward], directory: Path, *, run_dir: Path, fresh: bool
+    settings: Settings, rewards: Sequence[Reward], directory: Path, *, run_dir: Path
 ) -> LocalCluster | InlineCluster:
     told: dict[str, Any] = {
         "settings": settings.model_dump(mode="json", exclude_none=True),
         "model": str(model_directory(settings)),
         "segments": str(directory / "weights"),
         "folder": str(run_dir / "weights"),
-        "fresh": fresh,
     }
     engines = [{**told, "name": f"engine-{i}", "version": -1} for i in range(settings.engine.count)]
     reference = {**told, "name": "reference", "version": 0, "scores": True}

@@ -2,13 +2,12 @@
 
 In: a run directory's settings. Out: a small random model, tasks and a reward, made on the spot. The
 model is a two-layer Llama over single characters; a short supervised warm start teaches it the form of
-an answer, and reinforcement on an exact-match reward does the rest. With ``lora.rank`` the warm-started model is
-written first, and an adapter of it is what reinforcement trains. Nothing is downloaded.
+an answer, and reinforcement on an exact-match reward does the rest. With ``lora.rank`` an adapter of the
+warm-started model is what reinforcement trains. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 import time
@@ -36,10 +35,9 @@ SETTINGS: dict[str, Any] = {
     "trainer.learning_rate": 8e-4,
     "trainer.schedule": "linear",
     "trainer.betas": [0.9, 0.95],
-    "warm_start.steps": 27,
-    "warm_start.learning_rate": 3e-3,
 }
-
+WARM_STEPS = 27
+"""Supervised steps, after which the model knows the form of an answer and seldom gets one right."""
 
 ADAPTER_SETTINGS: dict[str, Any] = {
     "lora.rank": 8,
@@ -62,44 +60,40 @@ def exact(completions: list[str], answer: list[str]) -> list[float]:
     return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
 
-def prepare(directory: Path, *, seed: int = 0) -> Mapping[str, Any]:
-    """Write the model and the warm-start examples; returns the settings that name them."""
+def prepare(
+    directory: Path, *, seed: int = 0, warm_steps: int = WARM_STEPS, model: Path | None = None
+) -> Mapping[str, Any]:
+    """Write a warm-started model to ``model`` (None: in ``directory``); returns the settings of a run with it."""
     from headrace.models.loading import make_tiny_model
 
     build.quieten()
-    model = directory / "model"
-    vocab_size = make_char_tokenizer(model, LETTERS + ">")
-    make_tiny_model(model, vocab_size=vocab_size, hidden_size=64, num_layers=2, context_tokens=64, seed=seed)
-    examples = directory / "examples.jsonl"
-    lines = (json.dumps(row) for row in tasks(4096, seed=seed + 1_000_000))
-    examples.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return {**SETTINGS, "run.seed": seed, "model.path": str(model), "warm_start.examples": str(examples)}
+    model, blank = model or directory / "model", directory / "blank"
+    made = blank if warm_steps else model
+    vocab_size = make_char_tokenizer(made, LETTERS + ">")
+    make_tiny_model(made, vocab_size=vocab_size, hidden_size=64, num_layers=2, context_tokens=64, seed=seed)
+    if warm_steps:
+        api.warm_start(
+            model=blank,
+            examples=tasks(4096, seed=seed + 1_000_000),
+            output=model,
+            steps=warm_steps,
+            learning_rate=3e-3,
+            seed=seed,
+            device="cpu",
+        )
+    return {**SETTINGS, "run.seed": seed, "model.path": str(model.absolute())}
 
 
-def prepare_adapter(settings: Mapping[str, Any], base: Path) -> Mapping[str, Any]:
-    """The settings of ``prepare`` for training an adapter: the warm start is done now, and its model kept in
-    ``base``, because an adapter is nothing without the model it was trained on."""
-    seed = settings["run.seed"]
-    api.warm_start(
-        model=settings["model.path"],
-        examples=tasks(4096, seed=seed + 1_000_000),
-        output=base,
-        steps=settings["warm_start.steps"],
-        learning_rate=settings["warm_start.learning_rate"],
-        seed=seed,
-    )
-    rest = {name: value for name, value in settings.items() if not name.startswith("warm_start.")}
-    return {**rest, **ADAPTER_SETTINGS, "model.path": str(base.absolute())}
-
-
-def run(*, seed: int = 0, overrides: Sequence[str] = ()) -> api.RunResult:
+def run(*, seed: int = 0, overrides: Sequence[str] = (), warm_steps: int = WARM_STEPS) -> api.RunResult:
     """Train the demo model in a new run directory; with a ``lora`` setting among ``overrides``, an adapter."""
     name = time.strftime("demo-%Y%m%d-%H%M%S")
+    adapter = any(override.startswith("lora.") for override in overrides)
     with tempfile.TemporaryDirectory(prefix="headrace-demo-") as made:
-        settings: Mapping[str, Any] = {**prepare(Path(made), seed=seed), "run.name": name}
-        if any(override.startswith("lora.") for override in overrides):
-            chosen_dirs = [o.partition("=")[2] for o in overrides if o.startswith("run.dir=")]
-            settings = prepare_adapter(settings, Path((chosen_dirs or ["runs"])[-1]) / f"{name}-base")
+        # An adapter is nothing without the model it was trained on, which is therefore kept.
+        chosen_dirs = [o.partition("=")[2] for o in overrides if o.startswith("run.dir=")] or ["runs"]
+        kept = Path(chosen_dirs[-1]) / f"{name}-base" if adapter else None
+        prepared = prepare(Path(made), seed=seed, warm_steps=warm_steps, model=kept)
+        settings = {**prepared, **(ADAPTER_SETTINGS if adapter else {}), "run.name": name}
         run_file = Path(made) / "run.toml"
         run_file.write_text(to_toml(from_dict(settings)), encoding="utf-8")
         chosen = load(run_file, overrides)

@@ -153,7 +153,7 @@ def _rewards(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     if told is None:
         yield Finding(check="reward", verdict="warn", detail="reward.functions is not set: nothing to check")
         return
-    column = settings.warm_start.answer_column
+    column = "answer"
     gold = [task for task in facts["tasks"] if column in task.columns]
     if not gold:
         yield Finding(

@@ -8,7 +8,7 @@ inside the functions that need them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -16,17 +16,14 @@ from urllib.parse import unquote
 from headrace import build, teaching
 from headrace.config import Settings, from_dict
 from headrace.config.parameters import algo_parameters, loss_options, pivot_parameters
-from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
-from headrace.errors import ConfigError, ModelError, TaskError
+from headrace.errors import ConfigError, ModelError
 from headrace.model_paths import found_model
 from headrace.protocols import Engine, StepScorer, Trainer, WeightSender
 from headrace.scoring.resolve import function_name, resolve
 from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
 from headrace.weights.transports import TransportReceiver, weight_sender
 
-_WARM_START_BATCH = 64
-"""Examples in one supervised step; ``api.warm_start`` takes any number."""
 _PROCESS_KV_BYTES = {"cpu": 2**30, "cuda": 2**33}
 """Memory for the keys and values of a process-reward model; what does not fit is computed again."""
 
@@ -73,8 +70,7 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
 
 
 def trainer_role(told: Mapping[str, Any]) -> Trainer:
-    """A trainer with the model's own weights, or warm-started ones where the run begins; ``rank``, where it is
-    told, makes it one of ``trainer.ranks``."""
+    """A trainer with the model's own weights; ``rank``, where it is told, makes it one of ``trainer.ranks``."""
     build.quieten()
     from headrace.trainers.driver import TrainerDriver
     from headrace.trainers.ranks import ALONE
@@ -208,8 +204,6 @@ def _trained_model(told: Mapping[str, Any], settings: Settings, *, first: bool, 
     # What an adapter's checkpoint says it belongs to: a path that holds from anywhere, or the hub's name.
     named = str(settings.model.path)
     model.name_or_path = str(Path(named).absolute()) if Path(named).is_dir() else named
-    if settings.warm_start.examples is not None and told["fresh"]:
-        _warm_start(model, settings, Path(told["model"]))
     return model
 
 
@@ -232,42 +226,3 @@ def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSe
         growing_segments=_grows(told, settings),
     )
     return CheckpointNamed(sender, model) if way.transport == "files" else sender
-
-
-def _warm_start(model: Any, settings: Settings, directory: Path) -> None:
-    from headrace.trainers.warm_start import warm_start
-
-    w = settings.warm_start
-    assert w.examples is not None
-    renderer = Renderer.from_directory(directory)
-    source = task_sources.from_jsonl(
-        w.examples,
-        prompt_column=settings.tasks.prompt_column,
-        system_prompt=settings.tasks.system_prompt,
-        shuffle=False,
-    )
-    examples = [source.task(i) for i in range(len(source))]
-    warm_start(
-        model,
-        answer_pairs(renderer, examples, w.answer_column),
-        steps=w.steps,
-        batch_size=_WARM_START_BATCH,
-        learning_rate=w.learning_rate,
-        seed=settings.run.seed,
-    )
-
-
-def answer_pairs(renderer: Renderer, examples: Sequence[Any], column: str) -> list[tuple[Any, Any]]:
-    """(prompt ids, answer ids with the end token) of example tasks."""
-    import numpy as np
-
-    pairs = []
-    for task in examples:
-        if column not in task.columns:
-            raise TaskError(
-                f"warm_start.answer_column: task {task.id} has no column {column!r} "
-                f"(it has: {', '.join(task.columns) or 'none'})"
-            )
-        answer = renderer.encode(str(task.columns[column]))
-        pairs.append((renderer.prompt_ids(task), np.append(answer, renderer.stop_ids[0]).astype(np.int32)))
-    return pairs

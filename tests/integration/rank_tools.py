@@ -106,7 +106,6 @@ async def ranked(model: Path, logs: Path, *, ranks: int, **changes: Any) -> Asyn
         "settings": s.model_dump(mode="json", exclude_none=True),
         "model": str(model),
         "segments": str(directory / "weights"),
-        "fresh": True,
     }
     cluster = await LocalLauncher(
         build._trainer_roles(s, told),

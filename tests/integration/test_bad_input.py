@@ -43,7 +43,7 @@ def nothing(): return None
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("bad-input")
-    demo.prepare(directory)
+    demo.prepare(directory, warm_steps=0)
     return directory / "model"
 
 

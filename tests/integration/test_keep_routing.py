@@ -30,7 +30,7 @@ METRICS = ("loss", "grad_norm", "kl", "entropy", "route_flips", "route_flips_wor
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     made = {
-        **demo.prepare(tmp_path),
+        **demo.prepare(tmp_path, warm_steps=0),
         "run.steps": 4,
         "run.launcher": "inline",
         "run.console": "off",
@@ -38,10 +38,12 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "run.name": "run",
         "rollout.group_size": 4,
         "rollout.groups_per_step": 2,
-        "warm_start.steps": 5,
     }
-    vocab_size = make_char_tokenizer(tmp_path / "model", demo.LETTERS + ">")
-    make_tiny_model(tmp_path / "model", family="qwen3_moe", vocab_size=vocab_size, context_tokens=64)
+    vocab_size = make_char_tokenizer(tmp_path / "blank", demo.LETTERS + ">")
+    make_tiny_model(tmp_path / "blank", family="qwen3_moe", vocab_size=vocab_size, context_tokens=64)
+    headrace.warm_start(
+        model=tmp_path / "blank", examples=demo.tasks(4096), output=made["model.path"], steps=5, device="cpu"
+    )
     return made
 
 

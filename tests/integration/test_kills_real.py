@@ -29,7 +29,7 @@ NUM_ATTEMPTS = STEPS * GROUP_SIZE * GROUPS_PER_STEP
 def run_settings(directory: Path) -> Settings:
     return from_dict(
         {
-            **demo.prepare(directory),
+            **demo.prepare(directory, warm_steps=2),
             "run.dir": str(directory),
             "run.name": "run",
             "run.console": "plain",
@@ -41,7 +41,6 @@ def run_settings(directory: Path) -> Settings:
             "reward.functions": ["kill_tools:vowels"],
             "rollout.group_size": GROUP_SIZE,
             "rollout.groups_per_step": GROUPS_PER_STEP,
-            "warm_start.steps": 2,
         }
     )
 
@@ -115,7 +114,6 @@ async def trained_again(settings: Settings, run_dir: Path, batches: list[TrainBa
         "settings": settings.model_dump(mode="json", exclude_none=True),
         "model": settings.model.path,
         "segments": str(output / "segments"),
-        "fresh": False,
         "threaded": False,
     }
     trainer = roles.trainer_role(told)

@@ -38,8 +38,7 @@ SMALL = {
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    started = {**demo.prepare(tmp_path), "warm_start.steps": 10}
-    return {**demo.prepare_adapter(started, tmp_path / "base"), **SMALL}
+    return {**demo.prepare(tmp_path, warm_steps=10), **demo.ADAPTER_SETTINGS, **SMALL}
 
 
 def letters(completions):
@@ -142,9 +141,7 @@ def test_an_adapter_is_evaluated_merged(settings):
     assert evaluation.num_tasks == 4
 
 
-def test_a_warm_start_and_settings_without_effect_are_refused(settings):
-    with pytest.raises(ConfigError, match=r"headrace\.warm_start"):
-        train({**settings, "warm_start.examples": "examples.jsonl", "warm_start.steps": 3})
+def test_settings_without_effect_are_refused(settings):
     with pytest.raises(ConfigError, match=r"lora\.rank is 0"):
         train({**settings, "lora.rank": 0, "lora.dora": True})
 

@@ -16,7 +16,6 @@ SMALL = {
     "run.name": "run",
     "rollout.group_size": 4,
     "rollout.groups_per_step": 2,
-    "warm_start.steps": 10,
     "pivots.branches": 3,
     "pivots.options": {"segment_tokens": 1},
 }
@@ -25,7 +24,7 @@ SMALL = {
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return {**demo.prepare(tmp_path), **SMALL}
+    return {**demo.prepare(tmp_path, warm_steps=10), **SMALL}
 
 
 def train(settings):

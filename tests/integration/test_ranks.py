@@ -217,14 +217,13 @@ def test_a_whole_run_trains_over_two_ranks_and_goes_on_with_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = {
-        **demo.prepare(tmp_path),
+        **demo.prepare(tmp_path, warm_steps=10),
         "run.steps": 4,
         "run.console": "off",
         "run.name": "run",
         "run.checkpoint_every": 2,
         "rollout.group_size": 4,
         "rollout.groups_per_step": 2,
-        "warm_start.steps": 10,
         "trainer.ranks": 2,
     }
     over_two = headrace.train(tasks=demo.tasks(64), reward=demo.exact, settings=settings)

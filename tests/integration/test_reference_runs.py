@@ -28,7 +28,7 @@ SMALL = {
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    prepared = {k: v for k, v in demo.prepare(tmp_path).items() if not k.startswith("warm_start.")}
+    prepared = demo.prepare(tmp_path, warm_steps=0)
     return {**prepared, **SMALL}
 
 

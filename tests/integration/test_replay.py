@@ -40,7 +40,7 @@ def letters_a(completions: list[str], **_: object) -> list[float]:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replay")
-    prepared = {k: v for k, v in demo.prepare(folder).items() if not k.startswith("warm_start.")}
+    prepared = demo.prepare(folder, warm_steps=0)
     settings = {**prepared, **SMALL, "run.dir": str(folder / "runs")}
     return headrace.train(tasks=demo.tasks(64), reward=letters_a, settings=settings)
 

@@ -26,7 +26,6 @@ CHANGES = {
     "rollout.max_lag": 0,
     "rollout.group_size": 4,
     "rollout.groups_per_step": 4,
-    "warm_start.steps": 20,
 }
 
 
@@ -37,7 +36,7 @@ def plain_loop(settings) -> dict[str, torch.Tensor]:
     sampling = build.sampling(settings, renderer)
     tasks = build.task_source(settings, demo.tasks(64))
     told = {"settings": settings.model_dump(mode="json", exclude_none=True), "model": str(directory)}
-    trainer = roles.trainer_role({**told, "segments": f"{directory}/none", "fresh": True, "threaded": False})
+    trainer = roles.trainer_role({**told, "segments": f"{directory}/none", "threaded": False})
     core = trainer._core
     engine = torch_engine(
         load_model(directory),
@@ -86,7 +85,7 @@ def plain_loop(settings) -> dict[str, torch.Tensor]:
 
 def test_weights_after_20_steps_are_bit_equal_to_a_plain_loop(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = from_dict({**demo.prepare(tmp_path), **CHANGES})
+    settings = from_dict({**demo.prepare(tmp_path, warm_steps=20), **CHANGES})
     expected = plain_loop(settings)
     result = api.train(tasks=demo.tasks(64), reward=demo.exact, settings=settings)
     assert result.num_steps == STEPS

@@ -19,14 +19,13 @@ SMALL = {
     "run.name": "run",
     "rollout.group_size": 4,
     "rollout.groups_per_step": 2,
-    "warm_start.steps": 10,
 }
 
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return {**demo.prepare(tmp_path), **SMALL}
+    return {**demo.prepare(tmp_path, warm_steps=10), **SMALL}
 
 
 def train(settings, **more):

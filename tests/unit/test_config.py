@@ -109,10 +109,6 @@ OTHER_VALUES = {
     "weights.mode": "block",
     "weights.transport": "files",
     "weights.bundle": "delta",
-    "warm_start.examples": "examples.jsonl",
-    "warm_start.answer_column": "gold",
-    "warm_start.steps": 10,
-    "warm_start.learning_rate": 3e-3,
 }
 
 
@@ -369,13 +365,6 @@ def test_syntax_error_names_the_line(tmp_path):
             ["lora.rank", "algo.reference = trainer"],
         ),
         (
-            [
-                *("algo.reference=engine", "algo.kl_coef=0.1"),
-                *("warm_start.examples=a.jsonl", "warm_start.steps=1"),
-            ],
-            ["algo.reference", "model.path"],
-        ),
-        (
             ["algo.loss=decoupled", "algo.corrections=tis"],
             ["algo.corrections has tis", "algo.loss = decoupled"],
         ),
@@ -443,8 +432,6 @@ def test_syntax_error_names_the_line(tmp_path):
             ["pivots.branches=4", "pivots.options={delimiters=['a'], segments=3}"],
             ["pivots.options", "leave one out"],
         ),
-        (["warm_start.steps=5"], ["warm_start.steps", "warm_start.examples"]),
-        (["warm_start.examples=a.jsonl"], ["warm_start.examples", "warm_start.steps"]),
     ],
 )
 def test_impossible_combination_is_one_sentence(overrides, fields):

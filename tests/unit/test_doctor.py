@@ -10,7 +10,7 @@ def good(tmp_path, **changes):
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("".join(json.dumps(row) + "\n" for row in demo.tasks(8)))
     values = {
-        "model.path": demo.prepare(tmp_path)["model.path"],
+        "model.path": demo.prepare(tmp_path, warm_steps=0)["model.path"],
         "rollout.max_tokens": 8,
         "tasks.source": str(tasks),
         "reward.functions": ["headrace.demo:exact"],

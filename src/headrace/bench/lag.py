@@ -17,7 +17,8 @@ from rich.table import Table
 from headrace import demo
 
 LAGS = (0, 4)
-RECIPE = ("warm_start.steps=30", "run.console=off")
+RECIPE = ("run.console=off",)
+WARM_STEPS = 30
 WIDTH, HEIGHT, MARGIN = 640, 360, 44
 COLOURS = ("#1f77b4", "#d62728")
 
@@ -27,7 +28,7 @@ def run(*, seeds: Sequence[int], on_run: Callable[[str], None] = lambda text: No
     for seed in seeds:
         for lag in LAGS:
             overrides = [*RECIPE, f"rollout.max_lag={lag}", f"run.name=lag-{lag}-seed-{seed}"]
-            result = demo.run(seed=seed, overrides=overrides)
+            result = demo.run(seed=seed, overrides=overrides, warm_steps=WARM_STEPS)
             if result.interrupted:
                 raise KeyboardInterrupt
             rewards = result.rewards

@@ -188,7 +188,7 @@ async def _train(settings: Settings, run_dir: Path, prompt_tokens: int) -> StepT
     renderer = Renderer.from_directory(build.model_directory(settings))
     rows = [{"prompt": f"{i:04d} {FILLER[: prompt_tokens - 6]}>"} for i in range(512)]
     times = StepTimes()
-    cluster = await build.cluster(settings, [], run_dir=run_dir, fresh=True)
+    cluster = await build.cluster(settings, [], run_dir=run_dir)
     try:
         pipeline = Pipeline(
             build.plan(settings),

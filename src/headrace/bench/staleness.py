@@ -38,9 +38,10 @@ COMPOSITIONS = (
 ON_POLICY = "all"
 """What the cells of lag 0 are filed under."""
 RECIPE = (
-    *("run.console=off", "run.launcher=inline", "run.checkpoint_every=0", "warm_start.steps=60"),
+    *("run.console=off", "run.launcher=inline", "run.checkpoint_every=0"),
     *("trainer.schedule=constant", "rollout.group_size=16"),
 )
+WARM_STEPS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def sweep(
 
 def _run(settings: Sequence[str], seed: int) -> tuple[float, ...]:
     with tempfile.TemporaryDirectory(prefix="headrace-sweep-") as directory:
-        result = demo.run(seed=seed, overrides=[*settings, f"run.dir={directory}"])
+        result = demo.run(seed=seed, overrides=[*settings, f"run.dir={directory}"], warm_steps=WARM_STEPS)
     if result.interrupted:
         raise KeyboardInterrupt
     return result.rewards

@@ -221,7 +221,7 @@ async def _train(
     rows = [{"prompt": "a", "number": i} for i in range(4096)]
     times = ToldSteps(progress)
     progress("starting engine and trainer")
-    cluster = await build.cluster(settings, [], run_dir=run_dir, fresh=True)
+    cluster = await build.cluster(settings, [], run_dir=run_dir)
     try:
         progress("running")
         pipeline = Pipeline(

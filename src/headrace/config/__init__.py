@@ -16,7 +16,6 @@ from headrace.config.settings import (
     Settings,
     TaskSettings,
     TrainerSettings,
-    WarmStartSettings,
     WeightSettings,
 )
 from headrace.config.toml import to_toml
@@ -31,7 +30,6 @@ __all__ = [
     "Settings",
     "TaskSettings",
     "TrainerSettings",
-    "WarmStartSettings",
     "WeightSettings",
     "changed_fields",
     "fingerprint",

@@ -151,12 +151,6 @@ def _loss(s: Settings) -> Iterator[str]:
             "algo.reference is engine, but algo.kl_coef = 0 needs no reference: set algo.kl_coef above 0, or "
             "algo.reference = trainer."
         )
-    if algo.reference == "engine" and s.warm_start.examples is not None:
-        yield (
-            "algo.reference is engine, which starts from model.path, but the policy starts from what a warm start "
-            "makes of it: write a warm-started model with headrace.warm_start and set model.path to it, or set "
-            "algo.reference = trainer."
-        )
 
 
 def _composition(s: Settings) -> Iterator[str]:
@@ -302,25 +296,7 @@ def _engine(s: Settings) -> Iterator[str]:
         )
 
 
-def _warm_start(s: Settings) -> Iterator[str]:
-    if s.warm_start.steps > 0 and s.warm_start.examples is None:
-        yield (
-            f"warm_start.steps is {s.warm_start.steps}, but there is nothing to imitate: set "
-            "warm_start.examples to a .jsonl file, or warm_start.steps = 0."
-        )
-    if s.warm_start.examples is not None and s.warm_start.steps == 0:
-        yield (
-            "warm_start.examples is set, but warm_start.steps = 0 never reads it: set warm_start.steps "
-            "above 0."
-        )
-
-
 def _lora(s: Settings) -> Iterator[str]:
-    if s.lora.rank > 0 and s.warm_start.examples is not None:
-        yield (
-            f"lora.rank is {s.lora.rank}, but a warm start changes the model that the adapter must find again: write "
-            "a warm-started model with headrace.warm_start, set model.path to it and leave warm_start out."
-        )
     if s.lora.rank > 0 and (s.trainer.ranks > 1 or s.trainer.offload != "none"):
         yield (
             f"lora.rank is {s.lora.rank}, but an adapter is trained on one rank, without offload: set "
@@ -340,5 +316,5 @@ def _lora(s: Settings) -> Iterator[str]:
 _Rule = Callable[["Settings"], Iterator[str]]
 _ALWAYS: tuple[_Rule, ...] = (_tasks, _reward, _scoring, _engine)
 _TRAINING: tuple[_Rule, ...] = (
-    _sampling, _groups, _stragglers, _batch, _ranks, _loss, _composition, _distill, _pivots, _lora, _warm_start,
+    _sampling, _groups, _stragglers, _batch, _ranks, _loss, _composition, _distill, _pivots, _lora,
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_WARM_START = "call headrace.warm_start before the run, and set model.path to what it writes"
+
 MOVED: dict[str, str] = {
     "algo.balance_coef": 'write "balance.coef" in algo.options',
     "algo.correction": "write a list in algo.corrections",
@@ -19,7 +21,11 @@ MOVED: dict[str, str] = {
     "scoring.form": 'write "process.form" in algo.options',
     "scoring.weight": 'write "process.weight" in algo.options',
     "tasks.split": "write split in tasks.options",
-    "warm_start.batch_size": "it is 64; headrace.warm_start takes another",
+    "warm_start.answer_column": _WARM_START,
+    "warm_start.batch_size": _WARM_START,
+    "warm_start.examples": _WARM_START,
+    "warm_start.learning_rate": _WARM_START,
+    "warm_start.steps": _WARM_START,
     "weights.deadline_s": "set run.stall_s, of which an update may take a quarter",
 }
 """By old name, the remedy."""

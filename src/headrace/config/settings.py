@@ -74,7 +74,7 @@ class RunSettings(Section):
     name: str | None = None
     """Name of the run's directory; not set: the time the run started."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seed of everything random: task order, sampling noise, warm start."""
+    """Seed of everything random: task order, sampling noise, new adapters."""
     steps: int = Field(100, ge=1)
     """Optimizer steps at which the run is complete."""
     launcher: Literal["local", "inline"] = "local"
@@ -352,19 +352,6 @@ class WeightSettings(Section):
     sent last); `auto` sends deltas of bfloat16 weights where the way is slow."""
 
 
-class WarmStartSettings(Section):
-    """Supervised steps on example answers before reinforcement begins."""
-
-    examples: str | None = None
-    """A `.jsonl` file with prompts (`tasks.prompt_column`) and answers; not set: no warm start."""
-    answer_column: str = "answer"
-    """Column with the answer to imitate."""
-    steps: int = Field(0, ge=0)
-    """Supervised steps of 64 examples."""
-    learning_rate: float = Field(1e-3, gt=0)
-    """Learning rate of the supervised steps."""
-
-
 class Settings(BaseModel):
     """All settings of a run, by section."""
 
@@ -384,7 +371,6 @@ class Settings(BaseModel):
     lora: LoraSettings = LoraSettings()
     engine: EngineSettings = EngineSettings()
     weights: WeightSettings = WeightSettings()
-    warm_start: WarmStartSettings = WarmStartSettings()
 
     @model_validator(mode="after")
     def _combinations(self, info: ValidationInfo) -> Settings:

@@ -62,7 +62,7 @@ def recompute(recording: Recording, run_dir: Path, settings: Settings) -> list[G
 def weights_by_version(run_dir: Path, settings: Settings) -> dict[int, Path]:
     found = {}
     start = settings.model.path
-    if start is not None and settings.warm_start.examples is None and Path(start).is_dir():
+    if start is not None and Path(start).is_dir():
         found[0] = Path(start)
     for directory in sorted((run_dir / "checkpoints").glob("step-*")):
         position = directory / "trainer.json"

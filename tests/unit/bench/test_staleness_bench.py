@@ -80,9 +80,9 @@ def test_cells_of_another_budget_and_impossible_compositions_are_refused(
 
 def test_every_composition_of_the_sweep_can_be_built() -> None:
     for name in staleness.COMPOSITIONS:
-        load(None, [*staleness.overrides(name, 4, staleness.Budget()), "warm_start.examples=a.jsonl"])
+        load(None, staleness.overrides(name, 4, staleness.Budget()))
     given = staleness.overrides("cispo+tis+opsm@tis.cap=3", 4, staleness.Budget())
-    settings = load(None, [*given, "warm_start.examples=a.jsonl"])
+    settings = load(None, given)
     assert settings.algo.corrections == ("tis", "opsm") and settings.algo.options == {"tis.cap": 3}
 
 
