@@ -18,7 +18,7 @@ from typing import Any
 from headrace import teaching
 from headrace.algos.pivots import PivotRule
 from headrace.config import EngineSettings, Settings
-from headrace.config.parameters import algo_parameters, pivot_parameters
+from headrace.config.parameters import algo_parameters, has_reference_engine, pivot_parameters
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.data.routing import RouterShape, router_shape
@@ -367,7 +367,7 @@ async def _start(
     }
     engines = [{**told, "name": f"engine-{i}", "version": -1} for i in range(settings.engine.count)]
     reference = {**told, "name": "reference", "version": 0, "scores": True}
-    with_reference = settings.algo.reference == "engine"
+    with_reference = has_reference_engine(settings)
     teachers = teaching.told_teachers(settings, told)
     scoring = scorer_settings(settings, rewards)
     process = {**told, "name": "process"} if settings.scoring.process is not None else None

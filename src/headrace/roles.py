@@ -103,7 +103,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         guard=a.guard,
         kl=parameters.get("kl.estimator", "none"),
         kl_coef=a.kl_coef,
-        keep_reference=a.reference == "trainer",
+        keep_reference=parameters.get("kl.reference") != "engine",
         balance_coef=parameters["balance.coef"],
         routing=a.routing,
         pivot_weight=pivot_parameters(settings)["weight"],

@@ -42,7 +42,7 @@ EVERYTHING: dict[str, Any] = {
     "distill.divergence": "sampled",
     "algo.corrections": ["tis"],
     "algo.kl_coef": 0.1,
-    "algo.reference": "engine",
+    "algo.options": {"kl.reference": "engine"},
     "trainer.minibatches": 2,
     "trainer.learning_rate": 1e-3,
 }

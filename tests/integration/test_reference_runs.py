@@ -21,7 +21,7 @@ SMALL = {
     "rollout.groups_per_step": 2,
     "rollout.max_lag": 0,
     "algo.kl_coef": 0.5,
-    "algo.reference": "engine",
+    "algo.options": {"kl.reference": "engine"},
 }
 
 
@@ -49,7 +49,7 @@ def metrics(result) -> list[dict[str, float]]:
 
 def test_the_curve_is_that_of_a_reference_in_the_trainer(settings):
     engine = train({**settings, "run.name": "engine"})
-    copy = train({**settings, "run.name": "copy", "algo.reference": "trainer"})
+    copy = train({**settings, "run.name": "copy", "algo.options": {}})
     assert (copy.model_dir / "reference.safetensors").exists()
     assert not list(engine.model_dir.glob("reference*"))
     pairs = list(zip(metrics(engine), metrics(copy), strict=True))

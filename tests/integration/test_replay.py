@@ -29,7 +29,7 @@ SMALL = {
     "rollout.top_k": 6,
     "rollout.temperature": 0.9,
     "algo.kl_coef": 0.1,
-    "algo.reference": "engine",
+    "algo.options": {"kl.reference": "engine"},
 }
 
 

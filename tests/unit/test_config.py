@@ -76,13 +76,12 @@ OTHER_VALUES = {
     "algo.options": {
         "seq-tis.cap": 5.0,
         "truncated.mode": "mask",
-        "kl.estimator": "k2",
+        "kl.reference": "engine",
         "overlong.tokens": 16,
     },
     "algo.guard": "stop",
     "algo.routing": "live",
     "algo.kl_coef": 0.01,
-    "algo.reference": "engine",
     "pivots.branches": 4,
     "pivots.options": {"gamma": 2.0, "delimiters": ["|"]},
     "trainer.learning_rate": 3e-4,
@@ -359,10 +358,10 @@ def test_syntax_error_names_the_line(tmp_path):
         (["trainer.warmup_steps=101"], ["trainer.warmup_steps", "run.steps = 100"]),
         (["algo.options.kl.estimator=k2"], ["kl.estimator", "kl is not in use"]),
         (["algo.kl_coef=0.1", "algo.options.kl.estimator=k1"], ["kl.estimator", "one of k2, k3"]),
-        (["algo.reference=engine"], ["algo.reference", "algo.kl_coef = 0"]),
+        (["algo.options.kl.reference=engine"], ["kl.reference", "kl is not in use"]),
         (
-            ["algo.reference=engine", "algo.kl_coef=0.1", "lora.rank=4"],
-            ["lora.rank", "algo.reference = trainer"],
+            ["algo.options.kl.reference=engine", "algo.kl_coef=0.1", "lora.rank=4"],
+            ["lora.rank", '"kl.reference" in algo.options to trainer'],
         ),
         (
             ["algo.loss=decoupled", "algo.corrections=tis"],

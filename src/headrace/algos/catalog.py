@@ -251,6 +251,13 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
         "kl.estimator", "k3", "of the divergence that `algo.kl_coef` weighs, see above", choices=("k2", "k3")
     ),
     Parameter(
+        "kl.reference",
+        "trainer",
+        "who computes the starting model's log-probabilities for it: the `trainer`, which keeps a copy of that model, "
+        "or one more `engine`, which never gets new weights and works beside generation and training",
+        choices=("trainer", "engine"),
+    ),
+    Parameter(
         "balance.coef",
         0.0,
         "weight of a mixture's load-balancing loss, computed for each sequence by itself; 0 is off",

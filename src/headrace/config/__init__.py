@@ -1,7 +1,8 @@
 """Typed, validated settings: TOML files, dotted overrides, and errors that say what to do.
 
-``settings`` holds the fields, ``checks`` the impossible combinations, ``loading`` the ways in, ``toml``
-the way out, ``resume`` what a resumed run must share, ``names`` and ``reference`` serve errors and docs.
+``settings`` holds the fields, ``parameters`` what is named in their tables, ``checks`` the impossible combinations,
+``loading`` the ways in, ``toml`` the way out, ``resume`` what a resumed run must share; ``names``, ``moved`` and
+``reference`` serve errors and docs.
 """
 
 from headrace.config.loading import from_dict, load, require

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _STEPS = re.compile(r"delimiter:.+|tokens:[1-9]\d*|entropy:\d*\.?\d+", re.DOTALL)
 _NOBODY = "none"
 """The name of a teacher that no teacher may have."""
-_SNAPSHOT = re.compile(r"snapshot:[1-9]\d*")
+SNAPSHOT = "snapshot:"
+"""How the text of a teacher begins that is the policy itself, some versions back."""
 _DATASET_OPTIONS = ("split", "subset")
 _COMPARES_ATTEMPTS = ("grpo", "dr-grpo", "rloo", "maxrl", "lite-ppo")
 
@@ -144,15 +145,6 @@ def _ranks(s: Settings) -> Iterator[str]:
         )
 
 
-def _loss(s: Settings) -> Iterator[str]:
-    algo = s.algo
-    if algo.kl_coef == 0 and algo.reference == "engine":
-        yield (
-            "algo.reference is engine, but algo.kl_coef = 0 needs no reference: set algo.kl_coef above 0, or "
-            "algo.reference = trainer."
-        )
-
-
 def _composition(s: Settings) -> Iterator[str]:
     algo = s.algo
     try:
@@ -255,8 +247,8 @@ def _distill(s: Settings) -> Iterator[str]:
                 f'distill.teachers names "{name}" for "{path}": give each model a name of letters, digits and '
                 f"underscores other than {_NOBODY}."
             )
-    snapshots = [path for path in d.teachers.values() if path.startswith("snapshot:")]
-    if len(snapshots) > 1 or not all(map(_SNAPSHOT.fullmatch, snapshots)):
+    snapshots = [path for path in d.teachers.values() if path.startswith(SNAPSHOT)]
+    if len(snapshots) > 1 or not all(re.fullmatch(rf"{SNAPSHOT}[1-9]\d*", path) for path in snapshots):
         yield (
             f"distill.teachers has {' and '.join(snapshots)}: write snapshot:N, with N of at least 1, for the policy N "
             "versions back, and once at most."
@@ -304,10 +296,10 @@ def _lora(s: Settings) -> Iterator[str]:
         )
     if s.lora.rank == 0 and (s.lora.dora or s.lora.alpha is not None or s.lora.targets != ("all-linear",)):
         yield "lora.rank is 0, which trains the whole model, so the other lora settings do nothing: set it above 0."
-    if s.lora.rank > 0 and s.algo.reference == "engine":
+    if s.lora.rank > 0 and s.algo.options.get("kl.reference") == "engine":
         yield (
             f"lora.rank is {s.lora.rank}, whose model without the adapter already is the reference at no cost: set "
-            "algo.reference = trainer."
+            '"kl.reference" in algo.options to trainer, or leave it out.'
         )
     if s.lora.rank > 0 and not s.lora.targets:
         yield 'lora.targets names no layer: set it to "all-linear", or to the last parts of layer names.'
@@ -316,5 +308,5 @@ def _lora(s: Settings) -> Iterator[str]:
 _Rule = Callable[["Settings"], Iterator[str]]
 _ALWAYS: tuple[_Rule, ...] = (_tasks, _reward, _scoring, _engine)
 _TRAINING: tuple[_Rule, ...] = (
-    _sampling, _groups, _stragglers, _batch, _ranks, _loss, _composition, _distill, _pivots, _lora,
+    _sampling, _groups, _stragglers, _batch, _ranks, _composition, _distill, _pivots, _lora,
 )  # fmt: skip

@@ -10,6 +10,7 @@ MOVED: dict[str, str] = {
     "algo.kl": 'algo.kl_coef above 0 is enough, and "kl.estimator" in algo.options is k3 or k2',
     "algo.overlong_buffer": 'write "overlong.tokens" in algo.options',
     "algo.overlong_factor": 'write "overlong.penalty" in algo.options',
+    "algo.reference": 'write "kl.reference" in algo.options',
     "algo.tis_cap": 'write "tis.cap" in algo.options',
     "distill.snapshot_lag": 'name the policy N versions back in distill.teachers, as NAME = "snapshot:N"',
     "engine.block_size": "it is chosen for you, leave it out",

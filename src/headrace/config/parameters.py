@@ -32,6 +32,11 @@ def algo_parameters(settings: Settings) -> dict[str, Any]:
     return dict(parameter_values(algo.loss, algo.corrections, algo.options, guard=algo.guard, others=others))
 
 
+def has_reference_engine(settings: Settings) -> bool:
+    """Whether an engine of its own computes the log-probabilities of a KL term's reference."""
+    return bool(algo_parameters(settings).get("kl.reference") == "engine")
+
+
 def loss_options(settings: Settings) -> Mapping[str, Any]:
     """The part of ``algo.options`` that belongs to the loss, its corrections and the guard."""
     options = settings.algo.options

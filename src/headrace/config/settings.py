@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from headrace.algos.parameters import flat
-from headrace.config.checks import check
+from headrace.config.checks import SNAPSHOT, check
 from headrace.types import InterruptMode
 
 
@@ -46,9 +46,6 @@ def _without_none(options: dict[str, JsonValue]) -> dict[str, JsonValue]:
             pending.extend(value)
     return options
 
-
-SNAPSHOT = "snapshot:"
-"""How a teacher's text begins that is the policy itself."""
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
@@ -221,17 +218,14 @@ class AlgoSettings(Section):
     `mis`, `seq-tis`, `seq-mis`) and any filters (`geo-filter`, `k3-filter`, `max-k2-filter`, `opsm`, `m2po`); see
     `docs/losses.md`."""
     options: Parameters = Field(default_factory=dict)
-    """Parameters of the loss, its corrections, the guard, long completions, the KL estimator, the balance of experts
-    and process rewards, by qualified name (`"tis.cap"`); `docs/losses.md` lists them."""
+    """Parameters of the loss, its corrections, the guard, long completions, the KL term, the balance of experts and
+    process rewards, by qualified name (`"tis.cap"`); `docs/losses.md` lists them."""
     guard: Literal["off", "warn", "scale", "stop"] = "warn"
     """What a batch too far from the policy does: `warn`, also `scale` the learning rate by the root of the share of
     effective samples, or `stop` the run."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight in the loss of the divergence from the starting model; 0 is off. Its estimator is `"kl.estimator"` in
-    `algo.options`."""
-    reference: Literal["trainer", "engine"] = "trainer"
-    """Who computes the starting model's log-probabilities for it: the `trainer`, which keeps a copy of that model, or
-    one more `engine`, which never gets new weights and works beside generation and training."""
+    """Weight in the loss of the divergence from the starting model; 0 is off. `"kl.estimator"` and
+    `"kl.reference"` in `algo.options` say how it is computed and by whom."""
     routing: Literal["live", "keep"] = "keep"
     """In a mixture of experts, `keep` has the engine record which experts computed each token, and the trainer computes
     it with the same ones; `live` lets the trainer's routers choose anew. Dense models record nothing."""

@@ -20,6 +20,7 @@ import torch
 
 from headrace import build
 from headrace.config import EngineSettings, Settings
+from headrace.config.parameters import has_reference_engine
 from headrace.engines.make import usual_sizes
 from headrace.errors import ConfigError
 from headrace.memory.architecture import Architecture, examine
@@ -120,7 +121,7 @@ def plan_memory(settings: Settings, model: Architecture, *, kind: str, device_by
         ranks=settings.trainer.ranks,
         offload=settings.trainer.offload,
         row_tokens=row_tokens,
-        with_reference=settings.algo.kl_coef > 0 and settings.algo.reference == "trainer",
+        with_reference=settings.algo.kl_coef > 0 and not has_reference_engine(settings),
     )
     recomputed = 0
     for rank in range(asked.ranks):
@@ -150,7 +151,7 @@ def plan_memory(settings: Settings, model: Architecture, *, kind: str, device_by
 
 def _scoring(settings: Settings, model: Architecture, dtype: torch.dtype) -> dict[str, Architecture]:
     """The models of engines that only score, by process."""
-    models = {"reference": model} if settings.algo.reference == "engine" else {}
+    models = {"reference": model} if has_reference_engine(settings) else {}
     for name, path in settings.distill.models.items():
         models[f"teacher-{name}"] = _examined(str(found_model(path, f"distill.teachers.{name}")), dtype)
     return models | {f"teacher-{name}": model for name in settings.distill.snapshots}

@@ -66,5 +66,5 @@ class ReferencePolicy:
         except TimeoutError:
             raise RoleError(
                 f"waited {self._deadline_s:g} s for {self._engine.name} to score group {group}; look at its log, "
-                "raise run.stall_s, or set algo.reference to trainer"
+                'raise run.stall_s, or set "kl.reference" in algo.options to trainer'
             ) from None

@@ -402,7 +402,7 @@ def _check_references(parts: Sequence[TrainBatch]) -> None:
         if sample.ref_logprobs is None:
             raise TrainingError(
                 f"sample {sample.group}/{sample.attempt}: it came without the reference's log-probabilities, which "
-                "this trainer does not compute; set algo.reference to trainer"
+                'this trainer does not compute; set "kl.reference" in algo.options to trainer'
             )
 
 

@@ -139,7 +139,7 @@ def test_a_reference_in_the_trainer_is_a_copy_of_the_weights():
 
 
 def test_a_reference_of_its_own_is_one_more_process():
-    plan = gpu_plan(algo__kl_coef=0.1, algo__reference="engine")
+    plan = gpu_plan(algo__kl_coef=0.1, algo__options={"kl.reference": "engine"})
     assert plan.processes == ["engine-0", "reference", "trainer"]
     assert bytes_for(plan, "reference") == 0
     assert bytes_for(plan, "keys and values", "reference") < 0.02 * bytes_for(

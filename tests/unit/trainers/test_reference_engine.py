@@ -70,7 +70,7 @@ def test_the_trainer_holds_no_second_model_and_saves_none(tmp_path, engine, make
 
 
 def test_a_sample_without_them_is_refused(make_model, make_batch):
-    with pytest.raises(TrainingError, match=r"sample 0/0.*algo\.reference"):
+    with pytest.raises(TrainingError, match=r"sample 0/0.*kl\.reference"):
         trainer(make_model(), keep_reference=False).step(make_batch(1))
 
 
