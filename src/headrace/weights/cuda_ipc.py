@@ -150,13 +150,11 @@ def device_digest(version: int, slots: Sequence[TensorSlot], payload: torch.Tens
     """32 hex digits from the sums of the payload's words by chunk, hashed with the version and the slot table.
 
     Guards against accidents, as the digest of mapped memory does; the sums are taken where the bytes are."""
+    from headrace.kernels.checksum import chunk_sums
+
     table = [version, [[s.name, s.dtype, list(s.shape), s.offset, s.num_bytes] for s in slots]]
     whole = hashlib.blake2b(json.dumps(table).encode(), digest_size=16)
-    words = payload.view(torch.int32)
-    num_whole = len(words) // _CHUNK_WORDS * _CHUNK_WORDS
-    sums = words[:num_whole].view(-1, _CHUNK_WORDS).sum(dim=1, dtype=torch.int64)
-    rest = words[num_whole:].sum(dtype=torch.int64)
-    whole.update(torch.cat((sums, rest.unsqueeze(0))).cpu().numpy().tobytes())
+    whole.update(chunk_sums(payload.view(torch.int32), _CHUNK_WORDS).cpu().numpy().tobytes())
     return whole.hexdigest()
 
 
