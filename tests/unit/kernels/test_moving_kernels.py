@@ -8,15 +8,39 @@ from kernel_cases import DEVICE, require_kernels
 
 require_kernels()
 
-from headrace.kernels.checksum import chunk_sums  # noqa: E402
+from headrace.kernels.checksum import Chunks  # noqa: E402
 from headrace.kernels.many_copies import ManyCopies  # noqa: E402
 
 
-@pytest.mark.parametrize("num_words", [0, 5, 8192, 20_000])
-def test_chunk_sums_are_those_of_torch(num_words):
-    words = torch.randint(-(2**31), 2**31, (num_words,), dtype=torch.int32, device=DEVICE)
-    expected = [chunk.long().sum().item() for chunk in words.split(8192)] if num_words else []
-    assert chunk_sums(words, 8192).tolist() == expected
+def bundle():
+    """Extents of tensors in a payload, one longer than a chunk, and the sizes' sum."""
+    sizes = (48, (1 << 20) + 4096 * 4 + 16, 16, 8192)
+    offsets = [sum(-(-size // 64) * 64 for size in sizes[:i]) for i in range(len(sizes) + 1)]
+    return list(zip(offsets, sizes, strict=False)), offsets[-1]
+
+
+def test_sums_are_those_of_torch_chunk_by_chunk():
+    extents, num_bytes = bundle()
+    payload = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=DEVICE)
+    expected = [
+        int(chunk.view(torch.int32).long().sum())
+        for offset, size in extents
+        for chunk in payload[offset : offset + size].split(1 << 20)
+    ]
+    assert Chunks(extents, DEVICE).sums(payload).tolist() == expected
+
+
+def test_copying_writes_the_payload_and_sums_alike():
+    extents, num_bytes = bundle()
+    sources = [torch.randint(0, 256, (size,), dtype=torch.uint8, device=DEVICE) for _, size in extents]
+    payload = torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE)
+    chunks = Chunks(extents, DEVICE)
+    sums = chunks.copied_sums(sources, payload)
+    for (offset, size), source in zip(extents, sources, strict=True):
+        assert torch.equal(payload[offset : offset + size], source)
+    assert torch.equal(sums, chunks.sums(payload))
+    payload[extents[1][0] + 5] += 1
+    assert not torch.equal(sums, chunks.sums(payload))
 
 
 def parts_of(memory):
