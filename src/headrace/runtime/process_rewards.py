@@ -177,7 +177,8 @@ class StepWatch:
         self._rewards = rewards
         self._live = live
         self._attempt = attempt
-        self._latest: tuple[np.ndarray, Completion] | None = None
+        self._latest: tuple[int, np.ndarray, Completion] | None = None
+        """A turn that grew: tokens sampled before it, its prompt, and its own so far."""
         self._asking: asyncio.Task[None] | None = None
         self._failed = False
         self.gave_up = rewards.is_hopeless(live, attempt)
@@ -193,7 +194,8 @@ class StepWatch:
         ends = split(so_far.token_ids, so_far.logprobs, self._rewards.plan.rule, finished=False)
         if not len(ends) or offset + int(ends[-1]) <= self._rewards.num_told(self._live, self._attempt):
             return
-        self._latest = (prompt_ids, so_far)
+        # Counted now: the turn may be over, and be one of those before, when the question is put.
+        self._latest = (offset, prompt_ids, so_far)
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask(), name=f"steps {self._live.group}/{self._attempt}")
 
@@ -214,8 +216,10 @@ class StepWatch:
                 # What a turn that has ended left open comes first: scores are told in order.
                 if not await self._told_finished_turns():
                     return
-                (prompt_ids, so_far), self._latest = self._latest, None
-                offset = sum(turn.completion.num_tokens for turn in self._turns)
+                (offset, prompt_ids, so_far), self._latest = self._latest, None
+                if offset < sum(turn.completion.num_tokens for turn in self._turns):
+                    # The turn has ended meanwhile, and is told as a whole.
+                    continue
                 if not await self._told(offset, prompt_ids, so_far, finished=False):
                     return
                 if self._rewards.is_hopeless(self._live, self._attempt):

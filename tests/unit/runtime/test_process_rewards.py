@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -149,6 +150,30 @@ def test_steps_judged_on_the_way_are_those_of_the_finished_text(tmp_path, form, 
     assert len(set(steps.asked)) == len(steps.asked), "no step is scored twice"
     assert len(trainer.samples) == 36
     for key, advantages in expected_advantages(trainer.samples, parity, form=form, weight=0.5):
+        sample = trainer.samples[key]
+        np.testing.assert_allclose(sample.advantages[sample.loss_mask], advantages, atol=1e-6)
+
+
+class LastWord(ScriptedEngine):
+    """Reports its last tokens, and has ended before anybody could do anything about the report."""
+
+    async def generate(self, request, on_progress=None):
+        done = await super().generate(request, on_progress)
+        if on_progress is not None and done.finish_reason != "abort":
+            on_progress(replace(done, finish_reason="abort"))
+        return done
+
+
+def test_a_report_that_the_end_of_its_turn_overtakes_is_not_counted_as_another_turn(tmp_path):
+    pipeline, trainer, _, steps = run(
+        tmp_path,
+        process_plan(),
+        ScriptedSteps,
+        engines=lambda: [LastWord(script=hashed_script(mean_tokens=20), token_s=0.01)],
+    )
+    assert pipeline.state.missing_scores == {}
+    assert len(set(steps.asked)) == len(steps.asked), "no step is scored twice"
+    for key, advantages in expected_advantages(trainer.samples, parity, form="potential", weight=1.0):
         sample = trainer.samples[key]
         np.testing.assert_allclose(sample.advantages[sample.loss_mask], advantages, atol=1e-6)
 
