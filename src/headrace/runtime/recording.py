@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +22,13 @@ import numpy as np
 
 from headrace import wire
 from headrace.data import completions
+from headrace.data.samples import sequences
 from headrace.errors import ConfigError
 from headrace.runtime.checkpoint import STATE_FILE
 from headrace.runtime.journal import salvage, segment_path, segment_steps
 from headrace.runtime.parts import group_of, is_late, late_part
-from headrace.runtime.state import REFERENCE
-from headrace.types import Completion, Episode, ScoreColumn, Task, Trajectory, Turn
+from headrace.runtime.state import REFERENCE, TEACHER
+from headrace.types import Completion, Episode, EpisodeGroup, ScoreColumn, Task, Trajectory, Turn
 
 _OF_NO_GROUP = ("pivots", "explored")
 """Kinds that say where to branch off next; the branches themselves are groups with records of their own."""
@@ -84,6 +87,10 @@ class RecordedGroup:
     """Late attempts that were not scored, though a quorum of the others was."""
     reference: dict[int, tuple[np.ndarray, ...]] = field(default_factory=dict)
     """By attempt, what the reference said of its samples before the group was scored."""
+    columns: dict[int, dict[str, list[ScoreColumn]]] = field(default_factory=dict)
+    """What was said of its attempts, by attempt and source, in the order in which it was told."""
+    missing: set[tuple[str, int]] | None = None
+    """(source, attempt) of what its attempts were scored without; None: not known, since a checkpoint does not say."""
 
     def tell(self, part: int, text: str) -> None:
         """How the group, or its late attempts, went on."""
@@ -162,6 +169,8 @@ class Recording:
             if ended and group.group in self.groups:
                 before = self.groups[group.group]
                 group.attempts, group.ended = {a: before.attempt(a) for a in ended}, before.ended
+                group.columns = {a: before.columns[a] for a in ended if a in before.columns}
+                group.missing = before.missing
             _add_live(group, live, [a for a in range(live["num_attempts"]) if a not in ended])
             self.groups[group.group] = group
 
@@ -177,6 +186,8 @@ def _add_live(group: RecordedGroup, live: dict[str, Any], numbers: list[int]) ->
         _add_episode(group.attempt(episode.attempt), episode)
     for column in [c for by_attempt in live["columns"].values() for c in by_attempt.values()]:
         _add_column(group, column)
+    for column in [column for part in parts for column in _part_columns(part)]:
+        _add_column(group, column)
     for part in parts:
         if group.ended == "generating":
             group.ended = "buffered"
@@ -186,6 +197,15 @@ def _add_live(group: RecordedGroup, live: dict[str, Any], numbers: list[int]) ->
             group.attempts[episode.attempt].total = total
     if live["quorum"]:
         group.waiting = {number for number in numbers if group.attempts[number].total is None}
+
+
+def _part_columns(part: EpisodeGroup) -> Iterator[ScoreColumn]:
+    """What a checkpoint keeps of the scores of a part, as the sources gave it; rewards are with the episodes."""
+    yield from part.scores
+    rows = iter(part.teacher or ())
+    for episode in part.episodes if part.teacher is not None else ():
+        of_attempt = tuple(islice(rows, len(sequences([episode]))))
+        yield ScoreColumn(source=TEACHER, group=part.group, attempt=episode.attempt, teacher=of_attempt)
 
 
 def _add_to_attempt(attempt: RecordedAttempt, record: dict[str, Any]) -> None:
@@ -207,6 +227,9 @@ def _add_to_attempt(attempt: RecordedAttempt, record: dict[str, Any]) -> None:
 
 
 def _add_column(group: RecordedGroup, column: ScoreColumn) -> None:
+    group.columns.setdefault(column.attempt, {}).setdefault(column.source, []).append(column)
+    if group.task is not None and column.attempt not in group.attempts:
+        return
     attempt = group.attempt(column.attempt)
     if column.rewards:
         attempt.rewards = {**(attempt.rewards or {}), **column.rewards}
@@ -218,6 +241,11 @@ def _add_scores(group: RecordedGroup, record: dict[str, Any]) -> None:
     numbers = record.get("attempts", range(len(record["returns"])))
     for number, total in zip(numbers, record["returns"], strict=True):
         group.attempt(number).total = total
+    told = {(source, attempt) for source, attempt, _ in record["missing"]}
+    if not group.waiting:
+        group.missing = told
+    elif group.missing is not None:
+        group.missing |= told
     group.tell(late_part(group.group) if group.waiting else group.group, "buffered")
     group.waiting = {number for number, attempt in group.attempts.items() if attempt.total is None}
     known = [a for a in sorted(group.reference) if a not in group.waiting]
