@@ -178,6 +178,23 @@ def test_other_tokens_under_the_same_name_are_read_anew():
     np.testing.assert_allclose(ask(model, other, ENDS), ask(process_model(), other, ENDS), atol=1e-5)
 
 
+@pytest.mark.parametrize("marker", [(), (7, 8)])
+def test_the_steps_of_a_second_turn_are_not_taken_for_those_of_the_first(marker):
+    """Its prompt repeats the first turn, whose text is remembered and whose steps lie elsewhere."""
+    model, second = process_model(marker=marker), np.array([60, 75, 90])
+    ask(model, TEXT[:50], np.array([9, 30, 50]))
+    wanted = ask(process_model(marker=marker), TEXT, second)
+    np.testing.assert_allclose(ask(model, TEXT, second, last=True), wanted, atol=1e-5)
+    if not marker:
+        assert model.counters()["read_tokens"] == len(TEXT), "what was read of the first turn is used"
+
+
+def test_steps_inside_what_was_read_without_judging_them_are_read_again():
+    model, others = process_model(), np.array([20, 40, 90])
+    ask(model, TEXT[:60], ENDS[:4])
+    np.testing.assert_allclose(ask(model, TEXT, others), ask(process_model(), TEXT, others), atol=1e-5)
+
+
 def test_an_answer_that_was_lost_is_given_again_without_reading():
     model = process_model()
     once = ask(model, TEXT[:31], ENDS[:3])
