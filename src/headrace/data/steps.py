@@ -17,8 +17,8 @@ Shape legend: L sampled tokens, C steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -97,9 +97,46 @@ def _before_spikes(places: np.ndarray) -> np.ndarray:
     return np.array(ends, dtype=np.int32)
 
 
+def in_order(column: ScoreColumn, turn_tokens: Sequence[int], order: Sequence[int]) -> ScoreColumn:
+    """A column told turn after turn as they were sampled, with the turns (by number) as trajectories have them: one
+    after the other, and without those that are in none. It ends where the first turn was not told to its end."""
+    assert column.step_ends is not None and column.step_scores is not None
+    starts = np.cumsum([0, *turn_tokens]).tolist()
+    ends, scores, before = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)], 0
+    for number in order:
+        start, stop = starts[number], starts[number + 1]
+        inside = (start < column.step_ends) & (column.step_ends <= stop)
+        ends.append(column.step_ends[inside] - start + before)
+        scores.append(column.step_scores[inside])
+        before += stop - start
+        if stop > start and (not inside.any() or ends[-1][-1] < before):
+            break
+    return replace(
+        column,
+        step_ends=np.concatenate(ends).astype(np.int32),
+        step_scores=np.concatenate(scores).astype(np.float32),
+    )
+
+
+def trajectory_steps(group: EpisodeGroup, attempt: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """``step_borders`` of each trajectory of an attempt, counted in its own sampled tokens; none where not all steps
+    were scored in time."""
+    ends, scores = step_borders(group, attempt)
+    if not len(ends):
+        return []
+    (episode,) = [e for e in group.episodes if e.attempt == attempt]
+    found, start = [], 0
+    for trajectory in episode.trajectories:
+        stop = start + sum(turn.completion.num_tokens for turn in trajectory.turns)
+        inside = (start < ends) & (ends <= stop)
+        found.append((ends[inside] - np.int32(start), scores[inside]))
+        start = stop
+    return found
+
+
 def step_borders(group: EpisodeGroup, attempt: int) -> tuple[np.ndarray, np.ndarray]:
     """(ends int32 [C], scores float32 [C]) of an attempt whose steps were all scored in time; empty otherwise. Ends
-    count the attempt's sampled tokens, so a border is a place to fork at."""
+    count the attempt's sampled tokens, one trajectory after the other, so a border is a place to fork at."""
     (episode,) = [e for e in group.episodes if e.attempt == attempt]
     for column in group.scores:
         if column.source == PROCESS and column.attempt == attempt and is_whole(column, episode.num_tokens):

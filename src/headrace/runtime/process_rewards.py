@@ -23,7 +23,7 @@ from headrace.protocols import StepScorer
 from headrace.runtime.journal import Record
 from headrace.runtime.plan import ProcessPlan
 from headrace.runtime.scoring_meter import ScoringMeter
-from headrace.runtime.scoring_stage import InvalidScore, check_columns
+from headrace.runtime.scoring_stage import check_columns
 from headrace.runtime.state import LiveGroup
 from headrace.types import Completion, Episode, ScoreColumn, StepQuestion, Task, Turn
 
@@ -72,18 +72,14 @@ class ProcessRewards:
         return [await self._rest(episode) for episode in episodes]
 
     async def _rest(self, episode: Episode) -> ScoreColumn:
-        if len(episode.trajectories) != 1:
-            raise InvalidScore(
-                f"attempt {episode.group}/{episode.attempt} has several trajectories; steps need one"
-            )
         live, attempt = self._live(episode.group), episode.attempt
         watch = self._watches.pop((live.group, attempt), None)
         if watch is not None:
             await watch.settled()
         ends, scores = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)]
-        turns = episode.trajectories[0].turns
-        for offset, turn in self.untold(live, attempt, turns):
-            last = turn is turns[-1]
+        untold = self.untold(live, attempt)
+        for offset, turn in untold:
+            last = turn is untold[-1][1]
             column = await self.ask(
                 live, attempt, offset, turn.prompt_ids, turn.completion, finished=True, last=last
             )
@@ -92,10 +88,11 @@ class ProcessRewards:
             scores.append(column.step_scores)
         return self._column(live, attempt, np.concatenate(ends), np.concatenate(scores))
 
-    def untold(self, live: LiveGroup, attempt: int, turns: Sequence[Turn]) -> list[tuple[int, Turn]]:
-        """Finished turns with steps that are not scored, and how many tokens were sampled before each."""
+    def untold(self, live: LiveGroup, attempt: int) -> list[tuple[int, Turn]]:
+        """Finished turns with steps that are not scored, and how many tokens were sampled before each. Steps are
+        told as turns are sampled: which trajectory a turn belongs to is known only when the attempt has ended."""
         told, found, offset = self.num_told(live, attempt), [], 0
-        for turn in turns:
+        for turn in live.turns.get(attempt, ()):
             if offset + turn.completion.num_tokens > told:
                 found.append((offset, turn))
             offset += turn.completion.num_tokens
@@ -190,7 +187,7 @@ class StepWatch:
         """The running turn has sampled ``so_far``; called between two pieces of the engine's progress."""
         if self._failed or self.gave_up:
             return
-        offset = sum(turn.completion.num_tokens for turn in self._turns)
+        offset = self._live.num_sampled(self._attempt)
         ends = split(so_far.token_ids, so_far.logprobs, self._rewards.plan.rule, finished=False)
         if not len(ends) or offset + int(ends[-1]) <= self._rewards.num_told(self._live, self._attempt):
             return
@@ -217,7 +214,7 @@ class StepWatch:
                 if not await self._told_finished_turns():
                     return
                 (offset, prompt_ids, so_far), self._latest = self._latest, None
-                if offset < sum(turn.completion.num_tokens for turn in self._turns):
+                if offset < self._live.num_sampled(self._attempt):
                     # The turn has ended meanwhile, and is told as a whole.
                     continue
                 if not await self._told(offset, prompt_ids, so_far, finished=False):
@@ -227,16 +224,12 @@ class StepWatch:
         finally:
             self._asking = None
 
-    @property
-    def _turns(self) -> Sequence[Turn]:
-        """Those that have ended."""
-        return self._live.turns.get(self._attempt, ())
-
     async def _told_finished_turns(self) -> bool:
-        for offset, turn in self._rewards.untold(self._live, self._attempt, self._turns):
-            if not await self._told(offset, turn.prompt_ids, turn.completion, finished=True):
-                return False
-        return True
+        # More may end while one is asked about.
+        while not self._failed and (untold := self._rewards.untold(self._live, self._attempt)):
+            offset, turn = untold[0]
+            await self._told(offset, turn.prompt_ids, turn.completion, finished=True)
+        return not self._failed
 
     async def _told(self, offset: int, prompt_ids: np.ndarray, so_far: Completion, *, finished: bool) -> bool:
         """False: it failed. It is put again, with a deadline and a line in the ledger, when the attempt has ended."""

@@ -14,7 +14,7 @@ import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,7 +182,9 @@ def _add_live(group: RecordedGroup, live: dict[str, Any], numbers: list[int]) ->
         attempt.turns = dict(enumerate(live["turns"].get(number, [])))
         attempt.unfinished = live["unfinished"].get(number)
     parts = [part for part in (live["scored"], live["late"]) if part is not None]
-    for episode in (*live["episodes"].values(), *(e for part in parts for e in part.episodes)):
+    for episode in live["episodes"].values():
+        _add_episode(group.attempt(episode.attempt), episode, live["turn_order"].get(episode.attempt))
+    for episode in [e for part in parts for e in part.episodes]:
         _add_episode(group.attempt(episode.attempt), episode)
     for column in [c for by_attempt in live["columns"].values() for c in by_attempt.values()]:
         _add_column(group, column)
@@ -254,15 +256,17 @@ def _add_scores(group: RecordedGroup, record: dict[str, Any]) -> None:
         group.ref_logprobs = tuple([row for a in known for row in group.reference[a]])
 
 
-def _add_episode(attempt: RecordedAttempt, episode: Episode) -> None:
-    """Of a checkpoint, which keeps the turns of an ended attempt in its trajectories, without their numbers."""
-    turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
-    first, told = 0, []
+def _add_episode(attempt: RecordedAttempt, episode: Episode, order: list[int] | None = None) -> None:
+    """Of a checkpoint. Of an attempt that is not scored it has the turns too, by number; of one that is, only those
+    in its trajectories, which are then numbered one after the other."""
+    numbers = iter(order if order is not None else count())
+    told = []
     for trajectory in episode.trajectories:
-        numbers = tuple(range(first, first + len(trajectory.turns)))
-        told.append(RecordedTrajectory(numbers, trajectory.text, trajectory.policy, trajectory.trainable))
-        first += len(numbers)
-    attempt.turns, attempt.trajectories = dict(enumerate(turns)), tuple(told)
+        named = tuple(islice(numbers, len(trajectory.turns)))
+        told.append(RecordedTrajectory(named, trajectory.text, trajectory.policy, trajectory.trainable))
+    if order is None:
+        attempt.turns = dict(enumerate(turn for t in episode.trajectories for turn in t.turns))
+    attempt.trajectories = tuple(told)
     attempt.rewards = dict(episode.trajectories[0].rewards) or None
 
 

@@ -179,7 +179,7 @@ def check_columns(source: str, group: int, attempts: Sequence[int], columns: Seq
 
 def _is_known(source: ScoreSource, live: LiveGroup, attempt: int) -> bool:
     column = live.columns.get(source.name, {}).get(attempt)
-    return column is not None and is_whole(column, live.episodes[attempt].num_tokens)
+    return column is not None and is_whole(column, live.num_sampled(attempt))
 
 
 def _why(fault: BaseException) -> str:

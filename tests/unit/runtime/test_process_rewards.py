@@ -16,13 +16,16 @@ from hypothesis import strategies as st
 
 from headrace.algos.advantages import grpo
 from headrace.algos.process import token_advantages
+from headrace.data.record_checks import Limits
 from headrace.data.steps import StepRule, split, step_borders
 from headrace.engines.scripted import ScriptedEngine, hashed_script
 from headrace.errors import RoleError
 from headrace.observe.verdict import hidden_share
 from headrace.plan import virtual_clock
+from headrace.replay.check import check_recording
 from headrace.runtime.journal import read
 from headrace.runtime.plan import ProcessPlan
+from headrace.runtime.recording import read_recording
 from headrace.runtime.state import RunState
 from headrace.trainers.scripted import ScriptedTrainer
 from headrace.types import RoleStatus, Trajectory
@@ -219,6 +222,114 @@ def test_steps_of_several_turns_are_told_in_order_and_none_reaches_into_the_next
             assert step_borders(group, episode.attempt)[0].tolist() == wanted
     for sample in trainer.samples.values():
         assert np.ptp(sample.advantages[sample.loss_mask]) > 0
+
+
+class TwoAgents(OneTurn):
+    """Two who take turns, and one of whose words nothing comes: turns 0 and 2, turn 1, and turn 3 in no trajectory."""
+
+    async def run(self, task, policy):
+        start = np.array([int(task.id)], np.int32)
+        first = await policy.sample(start, self._sampling)
+        answer = await policy.sample(np.append(start, np.int32(8)), self._sampling)
+        prompt = np.concatenate([start, first.completion.token_ids, [7, 7]]).astype(np.int32)
+        second = await policy.sample(prompt, self._sampling)
+        await policy.sample(np.append(start, np.int32(9)), self._sampling)
+        return Trajectory(turns=(first, second), text=""), Trajectory(turns=(answer,), text="")
+
+
+class AllSamples(ScriptedTrainer):
+    """Remembers both samples of every attempt, in order."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.samples = {}
+
+    async def step(self, batch):
+        for sample in batch.samples:
+            self.samples.setdefault((sample.group, sample.attempt), []).append(sample)
+        return await super().step(batch)
+
+
+def check_two_agents(samples, form):
+    """Each agent's advantages are those among the same agents of the other attempts."""
+    for group in {group for group, _ in samples}:
+        attempts = [samples[key] for key in sorted(samples) if key[0] == group]
+        assert all(len(agents) == 2 for agents in attempts)
+        outcome = grpo([parity(agents[0]) for agents in attempts])
+        for place in range(2):
+            members = [agents[place] for agents in attempts]
+            ends, scores = zip(*map(steps_of_sample, members), strict=True)
+            wanted = token_advantages(outcome, ends, scores, form=form, weight=1.0)
+            for sample, advantages in zip(members, wanted, strict=True):
+                np.testing.assert_allclose(sample.advantages[sample.loss_mask], advantages, atol=1e-6)
+
+
+def steps_of_sample(sample):
+    """Where its steps end in its sampled tokens, and what the scripted scorer thinks of them; turns lie apart."""
+    ends, scores, before = [], [], 0
+    places = np.flatnonzero(sample.loss_mask)
+    for turn in np.split(sample.token_ids[places], np.flatnonzero(np.diff(places) > 1) + 1):
+        here = split(turn, np.zeros(len(turn), np.float32), RULE, finished=True)
+        scores += [turn[a:b].mean() / 100 for a, b in pairwise([0, *here.tolist()])]
+        ends += (here + before).tolist()
+        before += len(turn)
+    return np.array(ends), np.array(scores, np.float32)
+
+
+def two_agents(run_dir, plan):
+    """The scorer is so slow that turns end while it is asked about the one before."""
+    return make_pipeline(
+        run_dir,
+        plan,
+        engines=[ScriptedEngine(script=hashed_script(mean_tokens=12), token_s=0.01)],
+        environment=TwoAgents(max_tokens=32),
+        trainer=AllSamples(),
+        process=ScriptedSteps(token_s=0.002),
+    )
+
+
+@pytest.mark.parametrize("form", ["sum", "min", "potential"])
+def test_steps_of_several_trajectories_belong_to_the_trajectory_they_were_sampled_in(tmp_path, form):
+    async def main():
+        pipeline = two_agents(tmp_path, process_plan(plan={"form": form}))
+        await pipeline.run()
+        return pipeline
+
+    pipeline = virtual_clock.run(main())
+    assert pipeline.state.missing_scores == {}
+    assert len(pipeline._trainer.samples) == 36
+    check_two_agents(pipeline._trainer.samples, form)
+    report = check_recording(read_recording(tmp_path), Limits(), seed=0)
+    assert report.num_checked["steps"] >= 36
+    assert not [found for found in report.faults if found.check in ("steps", "group", "episode")]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(lives=st.lists(st.floats(0.0, 2.0), max_size=4), checkpoint_every=st.integers(0, 2))
+def test_several_trajectories_killed_at_random_moments(lives, checkpoint_every):
+    plan, samples = process_plan(steps=4, checkpoint_every=checkpoint_every), {}
+
+    async def one_life(run_dir, life_s):
+        pipeline = two_agents(run_dir, plan)
+        task = asyncio.ensure_future(pipeline.run())
+        done, _ = await asyncio.wait({task}, timeout=life_s)
+        if not done:
+            pipeline._journal.flush = lambda: None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return pipeline.state if done else None, pipeline._trainer.samples
+
+    with tempfile.TemporaryDirectory() as name:
+        for life_s in (*lives, None):
+            state, trained = virtual_clock.run(one_life(Path(name), life_s))
+            samples |= trained
+            report = check_recording(read_recording(Path(name)), Limits(), seed=0)
+            assert not [found for found in report.faults if found.check == "steps"]
+            if state is not None:
+                break
+    assert state.step == 4 and state.missing_scores == {}
+    assert len(samples) == 4 * 2 * 3
+    check_two_agents(samples, "potential")
 
 
 def test_most_steps_are_judged_before_their_attempt_ends_and_cost_their_new_tokens_only(tmp_path):
