@@ -229,7 +229,8 @@ class TeacherScores:
     teacher: str = ""
     """Who it was, by name in the settings."""
     version: int = 0
-    """Of its weights; 0 for a teacher that never changes."""
+    """Of its weights. A snapshot of the policy has its own; any other teacher that of the policy when it was given
+    them, 0 for those it started with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
