@@ -254,6 +254,19 @@ class ScoreColumn:
     """float32 [T] of each of the attempt's samples, in order; None: the source computes none."""
     teacher: tuple[TeacherScores, ...] | None = None
     """Of each of the attempt's samples, in order; None: the source is no teacher, or the task has none."""
+    versions: np.ndarray | None = None
+    """int32 [C], or [1] where there are no steps: of the judge when it gave each score; None: it never changes. (A
+    teacher's scores carry their version themselves.)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepScores:
+    """What a process-reward model thinks of the steps it was asked about."""
+
+    scores: np.ndarray
+    """float32, a score for each step; higher is better."""
+    version: int = 0
+    """Of the judge that gave them; 0: it never changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,9 +49,14 @@ def _step_shape(column: ScoreColumn) -> Iterator[str]:
             found = "missing" if values is None else f"{values.dtype} of shape {values.shape}"
             yield f"{name} is {found}, not {np.dtype(dtype)} [C]"
             return
-    ends, scores = column.step_ends, column.step_scores
+    ends, scores, versions = column.step_ends, column.step_scores, column.versions
     if ends is not None and scores is not None and len(ends) != len(scores):
         yield f"{len(scores)} scores for {len(ends)} steps"
+    elif versions is not None and ends is not None:
+        if versions.shape != ends.shape or versions.dtype != np.int32:
+            yield f"the judge's versions are {versions.dtype} of shape {versions.shape}, for {len(ends)} steps"
+        elif (versions < 0).any():
+            yield f"a step was judged by version {versions.min()}"
 
 
 def _step_places(source: str, ends_C: np.ndarray, borders: np.ndarray, is_settled: bool) -> Iterator[str]:

@@ -102,20 +102,42 @@ def in_order(column: ScoreColumn, turn_tokens: Sequence[int], order: Sequence[in
     after the other, and without those that are in none. It ends where the first turn was not told to its end."""
     assert column.step_ends is not None and column.step_scores is not None
     starts = np.cumsum([0, *turn_tokens]).tolist()
-    ends, scores, before = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)], 0
+    ends, steps, before = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)], 0
     for number in order:
         start, stop = starts[number], starts[number + 1]
-        inside = (start < column.step_ends) & (column.step_ends <= stop)
+        inside = np.flatnonzero((start < column.step_ends) & (column.step_ends <= stop))
         ends.append(column.step_ends[inside] - start + before)
-        scores.append(column.step_scores[inside])
+        steps.append(inside)
         before += stop - start
-        if stop > start and (not inside.any() or ends[-1][-1] < before):
+        if stop > start and (not len(inside) or ends[-1][-1] < before):
             break
+    kept = np.concatenate(steps)
     return replace(
         column,
         step_ends=np.concatenate(ends).astype(np.int32),
-        step_scores=np.concatenate(scores).astype(np.float32),
+        step_scores=column.step_scores[kept],
+        versions=None if column.versions is None else column.versions[kept],
     )
+
+
+def continued(known: ScoreColumn, more: ScoreColumn) -> ScoreColumn:
+    """Both columns of one attempt as one; the second goes on where the first ends."""
+    assert known.step_ends is not None and known.step_scores is not None
+    assert more.step_ends is not None and more.step_scores is not None
+    changes = known.versions is not None or more.versions is not None
+    return replace(
+        known,
+        step_ends=np.concatenate([known.step_ends, more.step_ends]),
+        step_scores=np.concatenate([known.step_scores, more.step_scores]),
+        versions=np.concatenate([judge_versions(known), judge_versions(more)]) if changes else None,
+    )
+
+
+def judge_versions(column: ScoreColumn) -> np.ndarray:
+    """int32 [C], or [1]: of the judge when it gave each score."""
+    if column.versions is not None:
+        return column.versions
+    return np.zeros(1 if column.step_ends is None else len(column.step_ends), dtype=np.int32)
 
 
 def trajectory_steps(group: EpisodeGroup, attempt: int) -> list[tuple[np.ndarray, np.ndarray]]:

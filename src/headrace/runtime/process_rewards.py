@@ -18,14 +18,14 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from headrace.data.steps import PROCESS, split
+from headrace.data.steps import PROCESS, continued, split
 from headrace.protocols import StepScorer
 from headrace.runtime.journal import Record
 from headrace.runtime.plan import ProcessPlan
 from headrace.runtime.scoring_meter import ScoringMeter
 from headrace.runtime.scoring_stage import check_columns
 from headrace.runtime.state import LiveGroup
-from headrace.types import Completion, Episode, ScoreColumn, StepQuestion, Task, Turn
+from headrace.types import Completion, Episode, ScoreColumn, StepQuestion, StepScores, Task, Turn
 
 PLACES = 64
 """Questions at the scorer at a time; it answers many in one pass."""
@@ -76,17 +76,15 @@ class ProcessRewards:
         watch = self._watches.pop((live.group, attempt), None)
         if watch is not None:
             await watch.settled()
-        ends, scores = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)]
+        column = self._column(live, attempt, np.zeros(0, np.int32), StepScores(scores=np.zeros(0)))
         untold = self.untold(live, attempt)
         for offset, turn in untold:
             last = turn is untold[-1][1]
-            column = await self.ask(
+            more = await self.ask(
                 live, attempt, offset, turn.prompt_ids, turn.completion, finished=True, last=last
             )
-            assert column.step_ends is not None and column.step_scores is not None
-            ends.append(column.step_ends)
-            scores.append(column.step_scores)
-        return self._column(live, attempt, np.concatenate(ends), np.concatenate(scores))
+            column = continued(column, more)
+        return column
 
     def untold(self, live: LiveGroup, attempt: int) -> list[tuple[int, Turn]]:
         """Finished turns with steps that are not scored, and how many tokens were sampled before each. Steps are
@@ -145,18 +143,19 @@ class ProcessRewards:
             num_known=num_known,
             last=last,
         )
-        scores = await self._scorer.score_steps(question)
-        column = self._column(live, attempt, offset + ends[num_known:], scores)
+        said = await self._scorer.score_steps(question)
+        column = self._column(live, attempt, offset + ends[num_known:], said)
         check_columns(self.name, live.group, (attempt,), (column,))
         return column
 
-    def _column(self, live: LiveGroup, attempt: int, ends: np.ndarray, scores: np.ndarray) -> ScoreColumn:
+    def _column(self, live: LiveGroup, attempt: int, ends: np.ndarray, said: StepScores) -> ScoreColumn:
         return ScoreColumn(
             source=self.name,
             group=live.group,
             attempt=attempt,
             step_ends=ends.astype(np.int32),
-            step_scores=np.asarray(scores, dtype=np.float32),
+            step_scores=np.asarray(said.scores, dtype=np.float32),
+            versions=np.full(len(ends), said.version, dtype=np.int32) if said.version else None,
         )
 
     def is_hopeless(self, live: LiveGroup, attempt: int) -> bool:

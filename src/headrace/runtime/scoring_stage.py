@@ -172,6 +172,9 @@ def check_columns(source: str, group: int, attempts: Sequence[int], columns: Seq
             raise InvalidScore(
                 f"{where}: {0 if scores is None else len(scores)} scores for {len(ends)} steps"
             )
+        num_given = 1 if ends is None else len(ends)
+        if column.versions is not None and len(column.versions) != num_given:
+            raise InvalidScore(f"{where}: {len(column.versions)} versions of it for {num_given} scores")
         for values in (*([] if scores is None else [scores]), *(column.logprobs or ())):
             if not np.isfinite(values).all():
                 raise InvalidScore(f"{where}: a score is not finite")

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from headrace.data import completions
-from headrace.data.steps import in_order
+from headrace.data.steps import continued, in_order
 from headrace.errors import InvariantError
 from headrace.runtime.ledger import AttemptLedger
 from headrace.runtime.parts import group_of, is_late, late_part
@@ -249,12 +249,7 @@ def _continued(known: ScoreColumn, more: ScoreColumn) -> ScoreColumn:
     """Steps are told as they end; anything else is said once."""
     if known.step_ends is None or more.step_ends is None:
         raise InvariantError(f"{more.source} scored attempt {(more.group, more.attempt)} twice")
-    assert known.step_scores is not None and more.step_scores is not None
-    return replace(
-        known,
-        step_ends=np.concatenate([known.step_ends, more.step_ends]),
-        step_scores=np.concatenate([known.step_scores, more.step_scores]),
-    )
+    return continued(known, more)
 
 
 def _scored(state: RunState, r: dict[str, Any]) -> None:
@@ -292,8 +287,10 @@ def _bound(live: LiveGroup, attempts: list[int], returns: list[float]) -> Episod
         returns=tuple(returns),
         ref_logprobs=_of_samples(references) if references else None,
         teacher=_taught(taught) if taught else None,
-        # Rewards are with the episodes.
-        scores=tuple([c for c in columns if c.step_ends is not None or c.logprobs is not None]),
+        # Rewards are with the episodes, but not who gave them.
+        scores=tuple(
+            [c for c in columns if any(x is not None for x in (c.step_ends, c.logprobs, c.versions))]
+        ),
     )
 
 

@@ -32,7 +32,7 @@ from transformers import (
 
 from headrace.errors import ModelError, TaskError
 from headrace.scoring.remembered_kv import Reading, read_on
-from headrace.types import StepQuestion
+from headrace.types import StepQuestion, StepScores
 
 CHUNK_TOKENS = 1024
 """New tokens of an attempt that are read in one pass."""
@@ -96,8 +96,8 @@ class ProcessModel:
         return {**self._counters, "held_tokens": self._num_held, "held_attempts": len(self._readings)}
 
     @torch.inference_mode()
-    def score(self, questions: Sequence[StepQuestion]) -> list[np.ndarray | Exception]:
-        """For each question float32 [C - num_known], or why it has none."""
+    def score(self, questions: Sequence[StepQuestion]) -> list[StepScores | Exception]:
+        """For each question its scores, or why it has none."""
         readings: dict[int, Reading] = {}
         faults: dict[int, Exception] = {}
         for i, question in enumerate(questions):
@@ -194,9 +194,10 @@ class ProcessModel:
             )
 
 
-def _scores_at(reading: Reading, num_known: int) -> np.ndarray:
-    """float32, of the steps after the known ones."""
-    return np.array([reading.scores[row] for row in reading.rows[num_known:].tolist()], dtype=np.float32)
+def _scores_at(reading: Reading, num_known: int) -> StepScores:
+    """Of the steps after the known ones."""
+    scores = [reading.scores[row] for row in reading.rows[num_known:].tolist()]
+    return StepScores(scores=np.array(scores, dtype=np.float32))
 
 
 def _fitting(readings: Sequence[Reading]) -> list[Reading]:

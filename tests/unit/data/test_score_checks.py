@@ -37,6 +37,10 @@ BROKEN_STEPS = {
     "scores of another shape": ([steps([10], [[0.5, 0.5]])], "step_scores is float32 of shape (1, 2)"),
     "a score that is no numbe": ([steps([4, 10], [0.5, np.nan])], "step 1 has the score nan"),
     "a score without bounds": ([steps([4, 10], [np.inf, 0.5])], "step 0 has the score inf"),
+    "versions of other steps": (
+        [replace(SOUND_STEPS[0], versions=np.zeros(3, np.int32))], "versions are int32 of shape (3,), for 2 steps"),
+    "a judge from before": (
+        [replace(SOUND_STEPS[0], versions=np.array([0, -1], np.int32))], "a step was judged by version -1"),
     "an end before the first token": ([steps([0, 4, 10], [1, 1, 1])], "step 0 ends at token 0"),
     "ends that fall": ([steps([4, 3], [1, 1])], "step 1 ends at token 3, the one before it at 4"),
     "steps told twice": ([SOUND_STEPS[0], *SOUND_STEPS], "step 2 ends at token 2, the one before it at 4"),

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.data.rendering import Renderer, make_char_tokenizer
-from headrace.data.steps import StepRule, in_order, parse_rule, split, step_borders
+from headrace.data.steps import (
+    StepRule,
+    continued,
+    in_order,
+    judge_versions,
+    parse_rule,
+    split,
+    step_borders,
+)
 from headrace.errors import ConfigError
 from headrace.types import (
     NO_KV,
@@ -145,3 +155,13 @@ def test_steps_follow_their_turns_into_the_order_of_trajectories(ends, order, wa
     assert column.step_ends.tolist() == wanted
     assert column.step_scores.tolist() == pytest.approx([score / 10 for score in scores])
     assert column.step_ends.dtype == np.int32 and column.step_scores.dtype == np.float32
+    versions = replace(told(ends), versions=np.array(ends, np.int32))
+    assert in_order(versions, [4, 5, 1, 0], order).versions.tolist() == scores
+
+
+def test_columns_of_a_judge_that_changed_go_on_step_by_step():
+    first, second = told([2, 4]), replace(told([7]), versions=np.array([3], np.int32))
+    assert continued(first, told([7])).versions is None
+    assert judge_versions(continued(first, second)).tolist() == [0, 0, 3]
+    assert judge_versions(continued(second, told([]))).tolist() == [3]
+    assert continued(first, second).step_ends.tolist() == [2, 4, 7]

@@ -17,18 +17,19 @@ from hypothesis import strategies as st
 from headrace.algos.advantages import grpo
 from headrace.algos.process import token_advantages
 from headrace.data.record_checks import Limits
-from headrace.data.steps import StepRule, split, step_borders
+from headrace.data.steps import StepRule, judge_versions, split, step_borders
 from headrace.engines.scripted import ScriptedEngine, hashed_script
 from headrace.errors import RoleError
 from headrace.observe.verdict import hidden_share
 from headrace.plan import virtual_clock
 from headrace.replay.check import check_recording
+from headrace.replay.view import group_lines
 from headrace.runtime.journal import read
 from headrace.runtime.plan import ProcessPlan
 from headrace.runtime.recording import read_recording
 from headrace.runtime.state import RunState
 from headrace.trainers.scripted import ScriptedTrainer
-from headrace.types import RoleStatus, Trajectory
+from headrace.types import RoleStatus, StepScores, Trajectory
 
 RULE = StepRule(kind="tokens", num_tokens=5)
 
@@ -42,7 +43,7 @@ class ScriptedSteps:
         self._working = asyncio.Lock()
         self.asked: list[tuple[str, int]] = []
         """(attempt, where the step ends), for every score given."""
-        self.num_tokens = 0
+        self.num_tokens = self.version = 0
 
     async def score_steps(self, question):
         async with self._working:
@@ -51,7 +52,8 @@ class ScriptedSteps:
             await asyncio.sleep(self._seconds + self._token_s * new)
         self._seen[question.attempt] = len(question.token_ids)
         self.note(question)
-        return self.answer(question.token_ids, question.ends, question.num_prompt, question.num_known)
+        scores = self.answer(question.token_ids, question.ends, question.num_prompt, question.num_known)
+        return StepScores(scores=scores, version=self.version)
 
     def note(self, question):
         new = question.ends[question.num_known :] - question.num_prompt
@@ -346,6 +348,36 @@ def test_most_steps_are_judged_before_their_attempt_ends_and_cost_their_new_toke
     assert steps.num_tokens == sum(sample.num_tokens for sample in trainer.samples.values())
 
 
+def test_scores_say_which_version_of_the_judge_gave_them(tmp_path):
+    """It changes every 25 questions, in the middle of attempts and between those of a group."""
+
+    class Learning(ScriptedSteps):
+        num_asked = 0
+
+        async def score_steps(self, question):
+            self.num_asked += 1
+            self.version = self.num_asked // 25
+            said = await super().score_steps(question)
+            return replace(said, scores=np.full_like(said.scores, said.version))
+
+    run(tmp_path, process_plan(), Learning)
+    again, mixed, groups = RunState(), 0, 0
+    for record in read(tmp_path / "journal", 0):
+        again.apply(record)
+        if record["kind"] == "scored":
+            for column in again.live(record["group"]).scored.scores:
+                # This judge says its version, so a version that came off would show.
+                np.testing.assert_array_equal(judge_versions(column), column.step_scores)
+                mixed += np.ptp(judge_versions(column)) > 0
+                groups += 1
+    assert groups == 36 and mixed > 0
+    report = check_recording(read_recording(tmp_path), Limits(), seed=0)
+    assert not [found for found in report.faults if found.check == "steps"]
+    recorded = read_recording(tmp_path).groups[1]
+    shown = [line for line in group_lines(recorded, None) if line.startswith("  scores")]
+    assert len(shown) == 3 and any("given by 0 x" in line or "given by 1 x" in line for line in shown)
+
+
 def test_scoring_hides_behind_generation(tmp_path):
     """The scenario of docs/scoring.md: up to 32 attempts at 50 tokens a second, a scorer of 2000 a second, lag 1."""
     _, _, sink, _ = run(
@@ -406,7 +438,7 @@ class Hopeless(ScriptedSteps):
     async def score_steps(self, question):
         self.note(question)
         value = -1.0 if question.attempt.endswith("/0") else 1.0
-        return np.full(len(question.ends) - question.num_known, value, np.float32)
+        return StepScores(scores=np.full(len(question.ends) - question.num_known, value, np.float32))
 
 
 @pytest.mark.parametrize("mode", ["never", "abort", "drain"])

@@ -57,7 +57,7 @@ def ask(model, ids, ends, *, attempt="0/0", num_known=0, last=False):
     (answer,) = model.score([question(ids, ends, attempt=attempt, num_known=num_known, last=last)])
     if isinstance(answer, Exception):
         raise answer
-    return answer
+    return answer.scores
 
 
 def question(ids, ends, *, attempt="0/0", num_known=0, last=False):
@@ -125,7 +125,7 @@ def test_many_attempts_in_one_pass_are_scored_as_each_alone():
     *answers, fault = model.score([*asked, question(TEXT + np.int32(VOCAB), ENDS, attempt="bad")])
     assert isinstance(fault, TaskError)
     for answer, wanted in zip(answers, alone, strict=True):
-        np.testing.assert_allclose(answer, wanted, atol=1e-5)
+        np.testing.assert_allclose(answer.scores, wanted, atol=1e-5)
 
 
 def test_a_pass_holds_no_more_than_it_may(monkeypatch):
@@ -133,7 +133,9 @@ def test_a_pass_holds_no_more_than_it_may(monkeypatch):
     texts = [TEXT[:n] for n in (90, 60, 31, 20)]
     asked = [question(t, np.array([5, len(t)]), attempt=str(i)) for i, t in enumerate(texts)]
     for text, answer in zip(texts, process_model().score(asked), strict=True):
-        np.testing.assert_allclose(answer, ask(process_model(), text, np.array([5, len(text)])), atol=1e-5)
+        np.testing.assert_allclose(
+            answer.scores, ask(process_model(), text, np.array([5, len(text)])), atol=1e-5
+        )
 
 
 def test_the_score_is_that_of_the_model_itself():
