@@ -245,9 +245,10 @@ class ScoreColumn:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     """Of the attempt as a whole, by name; None means not applicable. Empty: the source gives no rewards."""
     step_ends: np.ndarray | None = None
-    """int32 [C], where each step ends, counted in sampled tokens of the attempt over all its turns: as they were
-    sampled, and once the attempt is scored, one trajectory after the other. None: the source knows no steps. A column
-    that ends before the attempt's last token is continued by the next one."""
+    """int32 [C], where each step ends, counted in sampled tokens of the attempt, one trajectory after the other; the
+    process judge, who is asked before there are trajectories, counts all turns as they are sampled until the attempt is
+    scored. None: the source knows no steps. A column that ends before the attempt's last token is continued by the next
+    one."""
     step_scores: np.ndarray | None = None
     """float32 [C]; higher is better."""
     logprobs: tuple[np.ndarray, ...] | None = None

@@ -20,6 +20,7 @@ from headrace.config import Settings
 from headrace.data.record_checks import ABOVE_ZERO, Check, Fault, Limits, turn_faults
 from headrace.data.samples import sequences
 from headrace.data.score_checks import step_faults, teacher_faults
+from headrace.data.steps import PROCESS
 from headrace.run_directory import latest_checkpoint
 from headrace.runtime.recording import RecordedAttempt, RecordedGroup, Recording
 from headrace.runtime.rollout import turn_seed
@@ -116,21 +117,28 @@ def _check_turns(
 
 def _check_scores(report: Report, where: str, group: RecordedGroup, number: int, limits: Limits) -> None:
     attempt, said = group.attempts[number], group.columns.get(number, {})
-    is_whole = not attempt.missing_turns()
-    tokens = [turn.completion.num_tokens for _, turn in sorted(attempt.turns.items())]
-    if attempt.unfinished is not None:
-        tokens.append(attempt.unfinished.num_tokens)
     for source, columns in sorted(said.items()):
         if any(column.step_ends is not None or column.step_scores is not None for column in columns):
             known = group.missing is not None and number not in group.waiting and attempt.total is not None
             is_settled = known and (source, number) not in (group.missing or ())
-            found = step_faults(columns, tokens if is_whole else None, is_settled=is_settled)
+            found = step_faults(columns, _turn_tokens(attempt, source), is_settled=is_settled)
             report.looked(f"{where}, {source}", "steps", found)
     taught = [column.teacher for column in said.get(TEACHER, ()) if column.teacher is not None]
     if taught:
         of_attempt = [episode for episode in group.episodes() if episode.attempt == number]
         ids = [ids for ids, _ in sequences(of_attempt)] if of_attempt else None
         report.looked(where, "teacher", teacher_faults(taught[0], ids, limits))
+
+
+def _turn_tokens(attempt: RecordedAttempt, source: str) -> list[int] | None:
+    """What the turns sampled that a source counts its steps by; None: one is lost."""
+    if attempt.missing_turns():
+        return None
+    numbers = sorted(attempt.turns)
+    if source != PROCESS and attempt.trajectories is not None:
+        numbers = [number for told in attempt.trajectories for number in told.turns]
+    partial = [] if attempt.unfinished is None else [attempt.unfinished.num_tokens]
+    return [attempt.turns[number].completion.num_tokens for number in numbers] + partial
 
 
 def _of(check: str, faults: list[Fault]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.data.steps import is_whole
+from headrace.data.steps import PROCESS, is_whole
 from headrace.errors import CheckpointError, DeadlineError, InvariantError, RoleError
 from headrace.protocols import ScoreSource
 from headrace.runtime.journal import Record
@@ -181,8 +181,9 @@ def check_columns(source: str, group: int, attempts: Sequence[int], columns: Seq
 
 
 def _is_known(source: ScoreSource, live: LiveGroup, attempt: int) -> bool:
-    column = live.columns.get(source.name, {}).get(attempt)
-    return column is not None and is_whole(column, live.num_sampled(attempt))
+    column, episode = live.columns.get(source.name, {}).get(attempt), live.episodes[attempt]
+    num_tokens = live.num_sampled(attempt) if source.name == PROCESS else episode.num_tokens
+    return column is not None and is_whole(column, num_tokens)
 
 
 def _why(fault: BaseException) -> str:

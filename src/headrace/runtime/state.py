@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from headrace.data import completions
-from headrace.data.steps import continued, in_order
+from headrace.data.steps import PROCESS, continued, in_order
 from headrace.errors import InvariantError
 from headrace.runtime.ledger import AttemptLedger
 from headrace.runtime.parts import group_of, is_late, late_part
@@ -295,9 +295,9 @@ def _bound(live: LiveGroup, attempts: list[int], returns: list[float]) -> Episod
 
 
 def _ordered(live: LiveGroup, column: ScoreColumn) -> ScoreColumn:
-    """Steps are told as turns are sampled; with the attempt they are in the order of its trajectories."""
+    """The process judge is told of turns as they are sampled; its steps follow them to their trajectories."""
     order = live.turn_order.get(column.attempt)
-    if order is None or column.step_ends is None:
+    if order is None or column.source != PROCESS or column.step_ends is None:
         return column
     return in_order(column, [turn.completion.num_tokens for turn in live.turns[column.attempt]], order)
 

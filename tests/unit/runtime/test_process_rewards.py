@@ -29,7 +29,7 @@ from headrace.runtime.plan import ProcessPlan
 from headrace.runtime.recording import read_recording
 from headrace.runtime.state import RunState
 from headrace.trainers.scripted import ScriptedTrainer
-from headrace.types import RoleStatus, StepScores, Trajectory
+from headrace.types import RoleStatus, ScoreColumn, StepScores, Trajectory
 
 RULE = StepRule(kind="tokens", num_tokens=5)
 
@@ -306,7 +306,45 @@ def test_steps_of_several_trajectories_belong_to_the_trajectory_they_were_sample
     assert not [found for found in report.faults if found.check in ("steps", "group", "episode")]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_source_that_is_asked_at_the_end_counts_trajectories_one_after_the_other(tmp_path):
+    class Halves:
+        """Two steps for each trajectory."""
+
+        name, required, per_attempt, concurrency, deadline_s = "halves", False, True, 9, 5.0
+
+        async def score(self, task, episodes):
+            columns = []
+            for episode in episodes:
+                sizes = [sum(t.completion.num_tokens for t in one.turns) for one in episode.trajectories]
+                ends = [e for a, b in pairwise([0, *np.cumsum(sizes).tolist()]) for e in ((a + b) // 2, b)]
+                columns.append(
+                    ScoreColumn(
+                        source=self.name,
+                        group=episode.group,
+                        attempt=episode.attempt,
+                        step_ends=np.unique([e for e in ends if e]).astype(np.int32),
+                        step_scores=np.ones(len({e for e in ends if e}), np.float32),
+                    )
+                )
+            return columns
+
+    async def main():
+        pipeline = make_pipeline(
+            tmp_path,
+            make_plan(checkpoint_every=2),
+            engines=[ScriptedEngine(script=hashed_script(mean_tokens=12), token_s=0.01)],
+            environment=TwoAgents(max_tokens=32),
+            sources=[Halves()],
+        )
+        return await pipeline.run()
+
+    assert virtual_clock.run(main()).missing_scores == {}
+    report = check_recording(read_recording(tmp_path), Limits(), seed=0)
+    assert report.num_checked["steps"] > 0
+    assert not [found for found in report.faults if found.check == "steps"]
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(lives=st.lists(st.floats(0.0, 2.0), max_size=4), checkpoint_every=st.integers(0, 2))
 def test_several_trajectories_killed_at_random_moments(lives, checkpoint_every):
     plan, samples = process_plan(steps=4, checkpoint_every=checkpoint_every), {}
