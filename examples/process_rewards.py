@@ -90,7 +90,7 @@ def largest_difference(run_dir: Path) -> tuple[int, float]:
                 )  # fmt: skip
                 (again,) = judge.score([question])
                 count += len(ends)
-                largest = max(largest, float(np.abs(again[: len(scores)] - scores).max(initial=0.0)))
+                largest = max(largest, float(np.abs(again.scores[: len(scores)] - scores).max(initial=0.0)))
     return count, largest
 
 

@@ -22,7 +22,7 @@ from headrace.plan import virtual_clock
 from headrace.runtime.pipeline import Pipeline
 from headrace.runtime.plan import ProcessPlan, RunPlan
 from headrace.trainers.scripted import ScriptedTrainer
-from headrace.types import RoleStatus, Sampling, StepQuestion, Task, Trajectory
+from headrace.types import RoleStatus, Sampling, StepQuestion, StepScores, Task, Trajectory
 
 
 class Tasks:
@@ -59,12 +59,12 @@ class Judge:
     def __init__(self, tokens_per_s: int) -> None:
         self._tokens_per_s, self._busy, self._read = tokens_per_s, asyncio.Lock(), {}
 
-    async def score_steps(self, question: StepQuestion) -> np.ndarray:
+    async def score_steps(self, question: StepQuestion) -> StepScores:
         async with self._busy:
             new = len(question.token_ids) - self._read.get(question.attempt, 0)
             await asyncio.sleep(new / self._tokens_per_s)
             self._read[question.attempt] = len(question.token_ids)
-        return np.zeros(len(question.ends) - question.num_known, np.float32)
+        return StepScores(scores=np.zeros(len(question.ends) - question.num_known, np.float32))
 
     async def status(self):
         return RoleStatus(role="process", version=0, progress=0, seconds={})

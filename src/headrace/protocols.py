@@ -24,6 +24,7 @@ from headrace.types import (
     ScoreColumn,
     StepQuestion,
     StepResult,
+    StepScores,
     Task,
     TeacherScores,
     TensorBlob,
@@ -185,9 +186,8 @@ class ScoreSource(Protocol):
 class StepScorer(Protocol):
     """A process-reward model: judges the steps of an attempt, also while the next ones are sampled."""
 
-    async def score_steps(self, question: StepQuestion) -> np.ndarray:
-        """float32, the scores of all steps but those that are known; higher is better. A call costs the tokens that
-        no call about the attempt had before."""
+    async def score_steps(self, question: StepQuestion) -> StepScores:
+        """Of all steps but those that are known. A call costs the tokens that no call about the attempt had before."""
         ...
 
     async def status(self) -> RoleStatus: ...

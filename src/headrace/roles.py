@@ -20,6 +20,7 @@ from headrace.data.rendering import Renderer
 from headrace.errors import ConfigError, ModelError
 from headrace.model_paths import found_model
 from headrace.protocols import Engine, StepScorer, Trainer, WeightSender
+from headrace.runtime import linked_weights
 from headrace.scoring.resolve import function_name, resolve
 from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
 from headrace.weights.transports import TransportReceiver, weight_sender
@@ -32,6 +33,7 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
     """An engine. ``version`` is that of the weights on disk; -1: nothing is served before an update. One that only
     ``scores`` is small, and without an adapter unless it is to ``follow`` the policy."""
     build.quieten()
+    from headrace.engines.checkpoint_reader import CheckpointReader
     from headrace.engines.checks import context_tokens
     from headrace.engines.driver import EngineDriver
     from headrace.engines.make import torch_engine
@@ -62,7 +64,7 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
     return EngineDriver(
         core,
         name=name,
-        receiver=TransportReceiver(),
+        receiver=TransportReceiver({linked_weights.TRANSPORT: CheckpointReader(build.dtype(settings))}),
         ledger=ledger,
         progress_tokens=build.progress_tokens(settings),
         threaded=told.get("threaded", False),

@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from headrace.config import Settings
 from headrace.errors import ModelError
 from headrace.model_paths import found_model
 from headrace.protocols import Engine, Sink
+from headrace.runtime.linked_weights import LinkedWeights
 from headrace.runtime.snapshots import DelayedWeights
 from headrace.runtime.teachers import Teacher, Teachers
 
@@ -55,15 +58,16 @@ def teachers(settings: Settings, engines: Mapping[str, Engine], sink: Sink) -> T
 
 
 def _teacher(settings: Settings, name: str, engine: Engine, sink: Sink) -> Teacher:
-    if name not in settings.distill.snapshots:
-        return Teacher(engine, vocab_size=_vocab_size(_directory(settings, name)))
-    follower = DelayedWeights(
-        engine,
-        lag=settings.distill.snapshots[name],
-        deadline_s=settings.run.update_s,
-        warn=lambda text: sink.emit("warning", {"text": text}),
-    )
-    return Teacher(engine, snapshots=follower)
+    def warn(text: str) -> None:
+        sink.emit("warning", {"text": text})
+
+    if name in settings.distill.snapshots:
+        lag = settings.distill.snapshots[name]
+        follower = DelayedWeights(engine, lag=lag, deadline_s=settings.run.update_s, warn=warn)
+        return Teacher(engine, snapshots=follower)
+    directory = _directory(settings, name)
+    link = LinkedWeights(engine, directory, deadline_s=settings.run.stall_s, check=check_alike, warn=warn)
+    return Teacher(engine, vocab_size=_vocab_size(directory), link=link)
 
 
 def distillation(settings: Settings) -> Any:
@@ -73,6 +77,26 @@ def distillation(settings: Settings) -> Any:
     if not names(settings):
         return None
     return Distillation(divergence=settings.distill.divergence, coef=settings.distill.coef)
+
+
+def check_alike(old: Path, new: Path) -> None:
+    """Raise ModelError unless a model may take another's place in a running engine: it has the same configuration,
+    tensors of the same names and shapes, and the same tokens."""
+    for what, of in (
+        ("a configuration", _configuration),
+        ("a set of tensors", _shapes),
+        ("a tokenizer", _vocabulary),
+    ):
+        try:
+            before, after = of(old) or {}, of(new) or {}
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelError(f"{new} has {what} that cannot be read ({error}); write it again") from error
+        other = sorted(map(str, {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}))
+        if other:
+            raise ModelError(
+                f"{new} has {what} unlike that of {old} ({', '.join(other[:3])}); restart the run with it, or link to "
+                "a checkpoint of the same model"
+            )
 
 
 def check_tokenizers(settings: Settings) -> None:
@@ -106,6 +130,24 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
     pairs = listed if isinstance(listed, dict) else {token: i for i, (token, _) in enumerate(listed or [])}
     added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
     return {**pairs, **added}
+
+
+def _configuration(directory: Path) -> dict[str, Any]:
+    """What a model computes, without what only says how and by whom it was saved."""
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{directory} has no config.json; link to a directory written by save_pretrained")
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return {k: v for k, v in content.items() if k not in ("dtype", "torch_dtype", "transformers_version")}
+
+
+def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Of every tensor, by name, as the heads of its files say."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return found
 
 
 def _vocab_size(directory: Path) -> int | None:

@@ -232,7 +232,8 @@ class TeacherScores:
     teacher: str = ""
     """Who it was, by name in the settings."""
     version: int = 0
-    """Of its weights; 0 for a teacher that never changes."""
+    """Of its weights. A snapshot of the policy has its own; any other teacher that of the policy when it was given
+    them, 0 for those it started with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,14 +248,29 @@ class ScoreColumn:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     """Of the attempt as a whole, by name; None means not applicable. Empty: the source gives no rewards."""
     step_ends: np.ndarray | None = None
-    """int32 [C], where each step ends, counted in sampled tokens of the attempt over all its turns; None: the source
-    knows no steps. A column that ends before the attempt's last token is continued by the next one."""
+    """int32 [C], where each step ends, counted in sampled tokens of the attempt, one trajectory after the other; the
+    process judge, who is asked before there are trajectories, counts all turns as they are sampled until the attempt is
+    scored. None: the source knows no steps. A column that ends before the attempt's last token is continued by the next
+    one."""
     step_scores: np.ndarray | None = None
     """float32 [C]; higher is better."""
     logprobs: tuple[np.ndarray, ...] | None = None
     """float32 [T] of each of the attempt's samples, in order; None: the source computes none."""
     teacher: tuple[TeacherScores, ...] | None = None
     """Of each of the attempt's samples, in order; None: the source is no teacher, or the task has none."""
+    versions: np.ndarray | None = None
+    """int32 [C], or [1] where there are no steps: of the judge when it gave each score; None: it never changes. (A
+    teacher's scores carry their version themselves.)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepScores:
+    """What a process-reward model thinks of the steps it was asked about."""
+
+    scores: np.ndarray
+    """float32, a score for each step; higher is better."""
+    version: int = 0
+    """Of the judge that gave them; 0: it never changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ def ask(model, texts, ends, num_known):
         )
         for i, text in enumerate(texts)
     ]
-    return model.score(questions)
+    return [answer.scores for answer in model.score(questions)]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,8 +12,12 @@ from safetensors.torch import load_file
 import headrace
 from headrace import demo
 from headrace.data.char_tokenizer import make_char_tokenizer
+from headrace.data.samples import sequences
+from headrace.engines.make import torch_engine
 from headrace.errors import ConfigError, ModelError
-from headrace.models.loading import make_tiny_model
+from headrace.models.loading import load_model, make_tiny_model
+from headrace.runtime.recording import read_recording
+from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 
 SMALL = {
     "run.steps": 4,
@@ -115,6 +120,49 @@ def test_teachers_are_processes_beside_the_others_and_tasks_choose_among_them(se
     failed = [event for event in events if event["event"] == "drop" and event["reason"] == "failed"]
     assert failed and all("'unheard'" in event["detail"] for event in failed)
     assert result.summary.attempts["trained"] == 4 * 2 * 4
+
+
+@pytest.mark.parametrize("launcher", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+def test_a_teacher_whose_folder_is_a_link_is_exchanged_while_the_run_goes_on(settings, tmp_path, launcher):
+    """First to a model of another size, which is refused, then to one of the same."""
+    size = make_char_tokenizer(tmp_path / "better", demo.LETTERS + ">")
+    make_tiny_model(
+        tmp_path / "better", vocab_size=size, hidden_size=80, init_std=0.3, context_tokens=64, seed=9
+    )
+    link, num_asked = tmp_path / "teacher", 0
+    link.symlink_to("small")
+
+    def changing(completions: list[str], **_: object) -> list[float]:
+        nonlocal num_asked
+        num_asked += 1
+        target = {5: "wide", 9: "better"}.get(num_asked)
+        if target is not None:
+            (tmp_path / "next").symlink_to(target)
+            (tmp_path / "next").rename(link)
+        return letters_a(completions)
+
+    chosen = {
+        **settings, "run.launcher": launcher, "run.steps": 40 if launcher == "local" else 10,
+        "run.checkpoint_every": 0, "distill.teachers": {"linked": str(link)},
+    }  # fmt: skip
+    result = headrace.train(tasks=demo.tasks(64), reward=changing, settings=chosen)
+    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
+    (warning,) = [event["text"] for event in events if event["event"] == "warning"]
+    assert "teacher-linked goes on with" in warning and "a configuration unlike" in warning
+    scored = [
+        (ids, scores)
+        for group in read_recording(result.run_dir).groups.values()
+        for episode in group.episodes()
+        for (ids, _), scores in zip(
+            sequences([episode]), group.columns[episode.attempt]["teacher"][0].teacher, strict=True
+        )
+    ]
+    versions = sorted({scores.version for _, scores in scored})
+    assert len(versions) == 2 and versions[0] == 0
+    for version, name in zip(versions, ("small", "better"), strict=True):
+        engine = torch_engine(load_model(tmp_path / name), ledger=TimeLedger(ENGINE_ACTIVITIES))
+        ids, scores = next((ids, scores) for ids, scores in scored if scores.version == version)
+        np.testing.assert_allclose(engine.score([ids])[0], scores.logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapter"])

@@ -122,7 +122,7 @@ def test_a_causal_judge_reads_along_and_says_what_it_would_say_of_the_whole(mode
                 last=True,
             )
             (whole,) = judge.score([question])
-            np.testing.assert_allclose(scores, whole, atol=1e-5)
+            np.testing.assert_allclose(scores, whole.scores, atol=1e-5)
             num_scores += len(scores)
     assert num_scores >= 24
 

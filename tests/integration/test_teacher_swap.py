@@ -7,10 +7,12 @@ import asyncio
 import numpy as np
 import pytest
 
+from headrace.engines.checkpoint_reader import CheckpointReader
 from headrace.engines.driver import EngineDriver
 from headrace.engines.make import torch_engine
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.models.tensors import to_blobs
+from headrace.runtime.linked_weights import TRANSPORT, LinkedWeights
 from headrace.runtime.snapshots import DelayedWeights
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 from headrace.types import Request, Sampling
@@ -43,7 +45,8 @@ class WatchedEngine:
     def __init__(self, checkpoint, name: str) -> None:
         self.ledger = TimeLedger(ENGINE_ACTIVITIES)
         self.core = torch_engine(load_model(checkpoint), ledger=self.ledger, max_running=8, kv_tokens=2048)
-        self.driver = EngineDriver(self.core, TransportReceiver(), ledger=self.ledger, name=name)
+        receiver = TransportReceiver({TRANSPORT: CheckpointReader("float32")})
+        self.driver = EngineDriver(self.core, receiver, ledger=self.ledger, name=name)
         self.steps: list[tuple[int, int]] = []
         step = self.core.step
 
@@ -71,6 +74,28 @@ def requests() -> list[Request]:
     ]
 
 
+async def decode_beside_a_link(checkpoints, folder):
+    """The teacher's folder is a link that is made to point to one checkpoint after the other."""
+    rollouts, teacher = WatchedEngine(checkpoints[0], "engine-0"), WatchedEngine(checkpoints[0], "teacher")
+    link = folder / "teacher"
+    link.symlink_to(checkpoints[0])
+    weights = LinkedWeights(teacher.driver, link, deadline_s=60.0)
+    running = [asyncio.create_task(rollouts.driver.generate(request)) for request in requests()]
+    scores = {}
+    for version, checkpoint in enumerate(checkpoints):
+        (folder / "next").symlink_to(checkpoint)
+        (folder / "next").rename(link)
+        await weights.look(version)
+        (scores[await weights.current()],) = await teacher.driver.score([TEXT])
+        for _ in range(STEPS_BETWEEN):
+            await asyncio.sleep(0)
+    assert not any(task.done() for task in running), "the swaps came after the decoding"
+    completions = await asyncio.gather(*running)
+    for engine in (rollouts, teacher):
+        await engine.driver.close()
+    return rollouts, weights, completions, scores
+
+
 async def decode(checkpoints, segments, *, swapping: bool):
     rollouts, teacher = WatchedEngine(checkpoints[0], "engine-0"), WatchedEngine(checkpoints[0], "teacher")
     sender = SharedMemorySender(segments)
@@ -92,10 +117,14 @@ async def decode(checkpoints, segments, *, swapping: bool):
     return rollouts, follower, completions, scores
 
 
-def test_no_decode_step_stalls_while_a_teacher_is_swapped(checkpoints, tmp_path):
-    rollouts, follower, completions, scores = asyncio.run(decode(checkpoints, tmp_path / "a", swapping=True))
+@pytest.mark.parametrize("linked", [False, True], ids=["snapshots", "folders"])
+def test_no_decode_step_stalls_while_a_teacher_is_swapped(checkpoints, tmp_path, linked):
+    swapping = decode_beside_a_link(checkpoints, tmp_path) if linked else None
+    swapping = swapping or decode(checkpoints, tmp_path / "a", swapping=True)
+    rollouts, swapped, completions, scores = asyncio.run(swapping)
     alone, _, undisturbed, _ = asyncio.run(decode(checkpoints, tmp_path / "b", swapping=False))
-    assert follower.num_swaps == NUM_VERSIONS - LAG
+    # The first folder is the one the teacher was built from.
+    assert swapped.num_swaps == (NUM_VERSIONS - 1 if linked else NUM_VERSIONS - LAG)
     # Every step of the engine that samples gave every request a token, and there are no more steps than without.
     stalled = [step for step, (running, sampled) in enumerate(rollouts.steps) if sampled < running]
     assert stalled == []
@@ -106,7 +135,7 @@ def test_no_decode_step_stalls_while_a_teacher_is_swapped(checkpoints, tmp_path)
         assert np.array_equal(got.logprobs, expected.logprobs)
         assert set(got.versions.tolist()) == {0}
     # The teacher really was each of the versions in turn.
-    assert sorted(scores) == list(range(NUM_VERSIONS - LAG))
+    assert sorted(scores) == list(range(NUM_VERSIONS if linked else NUM_VERSIONS - LAG))
     for version, scored in scores.items():
         engine = torch_engine(load_model(checkpoints[version]), ledger=TimeLedger(ENGINE_ACTIVITIES))
         np.testing.assert_array_equal(scored, engine.score([TEXT])[0])

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from headrace import teaching
 from headrace.config import from_dict
 from headrace.errors import ModelError
+from headrace.models.loading import load_model, make_tiny_model
 
 BPE = {"a": 0, "b": 1}
 END = {"content": "<end>", "id": 2}
@@ -84,3 +87,39 @@ def test_the_size_of_a_vocabulary_may_lie_deeper(make_directory):
     nested = make_directory("nested", None, config={"text_config": {"vocab_size": 9}})
     assert teaching._vocab_size(Path(nested)) == 9
     assert teaching._vocab_size(Path(nested).parent) is None
+
+
+def tiny(directory: Path, **changes: object) -> Path:
+    make_tiny_model(directory, **{"vocab_size": 20, "hidden_size": 16, "num_layers": 1, **changes})
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": BPE}}))
+    return directory
+
+
+def test_a_model_that_may_take_anothers_place_has_its_shape_and_tokens(tmp_path):
+    old, new = tiny(tmp_path / "old"), tiny(tmp_path / "new", seed=1)
+    teaching.check_alike(old, new)
+    load_model(new).to(torch.bfloat16).save_pretrained(new)
+    teaching.check_alike(old, new)
+
+
+def test_a_model_that_may_not_is_told_why(tmp_path):
+    old = tiny(tmp_path / "old")
+    with pytest.raises(
+        ModelError, match=r"wide has a configuration unlike that of .*old \(head_dim, hidden_size"
+    ):
+        teaching.check_alike(old, tiny(tmp_path / "wide", hidden_size=32))
+    cut = tiny(tmp_path / "cut")
+    tensors = load_file(cut / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, cut / "model.safetensors")
+    with pytest.raises(ModelError, match=r"cut has a set of tensors unlike that of .*model\.norm\.weight"):
+        teaching.check_alike(old, cut)
+    (cut / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ModelError, match="cut has a set of tensors that cannot be read"):
+        teaching.check_alike(old, cut)
+    foreign = tiny(tmp_path / "foreign")
+    (foreign / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"b": 0, "a": 1}}}))
+    with pytest.raises(ModelError, match=r"foreign has a tokenizer unlike that of .*old \(a, b\)"):
+        teaching.check_alike(old, foreign)
+    with pytest.raises(ModelError, match=r"gone has no config\.json"):
+        teaching.check_alike(old, tmp_path / "gone")

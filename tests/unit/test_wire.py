@@ -84,7 +84,9 @@ def examples() -> dict[str, Any]:
         step_ends=ints(2, 5),
         step_scores=np.array([0.5, -1], dtype=np.float32),
         logprobs=(np.zeros(3, dtype=np.float32),),
+        versions=ints(0, 3),
     )
+    judged = types.StepScores(scores=np.array([0.5], dtype=np.float32), version=3)
     question = types.StepQuestion(
         attempt="7/1", task=task, token_ids=ints(9, 8, 5), num_prompt=2, ends=ints(3), num_known=0, last=True
     )
@@ -148,7 +150,7 @@ def examples() -> dict[str, Any]:
     )
     made = (
         fork, pivot, task, sampling, routing, mask, completion, request, turn, trajectory, episode, teacher, column,
-        question, group, sample, batch, result, blob, patch, slot, manifest, status,
+        question, judged, group, sample, batch, result, blob, patch, slot, manifest, status,
     )  # fmt: skip
     return {type(value).__name__: value for value in made}
 

@@ -84,6 +84,31 @@ def token_advantages(
     ]
 
 
+def trajectory_advantages(
+    outcome: Sequence[float] | np.ndarray,
+    steps: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]],
+    *,
+    form: str,
+    weight: float,
+) -> list[np.ndarray | float]:
+    """As ``token_advantages``, of attempts with any number of trajectories, one after the other. ``steps``: (ends,
+    scores) of each trajectory, in its own sampled tokens; none: the attempt has no step scores. A trajectory begins
+    anew, and is compared with those in the same place of the other attempts: another place may be another role."""
+    nothing = (np.zeros(0, np.int32), np.zeros(0, np.float32))
+    num_places = max(map(len, steps), default=0)
+    by_place = []
+    for place in range(num_places):
+        here = [told[place] if place < len(told) else nothing for told in steps]
+        ends, scores = zip(*here, strict=True)
+        by_place.append(token_advantages(outcome, ends, scores, form=form, weight=weight))
+    return [
+        np.concatenate([by_place[k][i] for k, (_, scores) in enumerate(told) if len(scores)])
+        if any(len(scores) for _, scores in told)
+        else float(outcome[i])
+        for i, told in enumerate(steps)
+    ]
+
+
 def _worst_weighted(values: np.ndarray, temperature: float) -> np.ndarray:
     """Scores times softmax(-scores / temperature): their sum is close to the least of them."""
     values = np.asarray(values, dtype=np.float64)

@@ -270,6 +270,7 @@ def bench_lag(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="of each run of the sweep")] = 120,
     groups: Annotated[int, typer.Option(min=1, help="groups of 16 attempts a step of the sweep")] = 8,
+    learning_rate: Annotated[float, typer.Option(min=0, help="of each run of the sweep")] = 8e-4,
     json_file: JsonFile = None,
     show_traceback: Traceback = False,
 ) -> None:
@@ -287,7 +288,7 @@ def bench_lag(
             seeds=chosen,
             lags=tuple(lag or staleness.LAGS),
             compositions=tuple(composition or staleness.COMPOSITIONS),
-            budget=staleness.Budget(steps=steps, groups=groups),
+            budget=staleness.Budget(steps=steps, groups=groups, learning_rate=learning_rate),
             on_run=_tell,
         )
         Console().print(staleness.table(figures))

@@ -1,4 +1,5 @@
-"""The staleness sweep as one SVG picture: reward against lag, a line a composition, a bar from worst to best seed."""
+"""The staleness sweep as one SVG picture: reward against lag, a line a composition, a bar from worst to best seed. The
+legend is in the order of the lines at their right end."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 460, 48, 270, 28, 40
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1010, 460, 48, 320, 28, 40
 COLOURS = (
     "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf",
 )  # fmt: skip
@@ -31,7 +32,8 @@ def write(found: Mapping[str, Any], path: Path) -> None:
     for place, lag in enumerate(lags):
         x = _x(place, len(lags), 0.0)
         parts.append(f'<text x="{x}" y="{HEIGHT - 16}" text-anchor="middle">lag {lag}</text>')
-    for number, (name, by_lag) in enumerate(rewards.items()):
+    best_first = sorted(rewards.items(), key=lambda item: -statistics.fmean(item[1][lags[-1]]))
+    for number, (name, by_lag) in enumerate(best_first):
         parts += _line(number, len(rewards), name, [by_lag[lag] for lag in lags])
     path.write_text("\n".join([*parts, "</svg>"]) + "\n", encoding="utf-8")
 
@@ -46,7 +48,8 @@ def _line(number: int, count: int, name: str, values: list[list[float]]) -> list
     drawn = [f'<polyline points="{path}" fill="none" {style} stroke-width="1.5"/>']
     for x, y, found in points:
         drawn.append(
-            f'<line x1="{x}" x2="{x}" y1="{_y(min(found))}" y2="{_y(max(found))}" stroke="{colour}"/>'
+            f'<line x1="{x}" x2="{x}" y1="{_y(min(found))}" y2="{_y(max(found))}" stroke="{colour}" '
+            'stroke-opacity="0.45"/>'
         )
         drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>')
     y = TOP + 16 * (number + 1)

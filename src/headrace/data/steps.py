@@ -17,8 +17,8 @@ Shape legend: L sampled tokens, C steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -97,9 +97,68 @@ def _before_spikes(places: np.ndarray) -> np.ndarray:
     return np.array(ends, dtype=np.int32)
 
 
+def in_order(column: ScoreColumn, turn_tokens: Sequence[int], order: Sequence[int]) -> ScoreColumn:
+    """A column told turn after turn as they were sampled, with the turns (by number) as trajectories have them: one
+    after the other, and without those that are in none. It ends where the first turn was not told to its end."""
+    assert column.step_ends is not None and column.step_scores is not None
+    starts = np.cumsum([0, *turn_tokens]).tolist()
+    ends, steps, before = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)], 0
+    for number in order:
+        start, stop = starts[number], starts[number + 1]
+        inside = np.flatnonzero((start < column.step_ends) & (column.step_ends <= stop))
+        ends.append(column.step_ends[inside] - start + before)
+        steps.append(inside)
+        before += stop - start
+        if stop > start and (not len(inside) or ends[-1][-1] < before):
+            break
+    kept = np.concatenate(steps)
+    return replace(
+        column,
+        step_ends=np.concatenate(ends).astype(np.int32),
+        step_scores=column.step_scores[kept],
+        versions=None if column.versions is None else column.versions[kept],
+    )
+
+
+def continued(known: ScoreColumn, more: ScoreColumn) -> ScoreColumn:
+    """Both columns of one attempt as one; the second goes on where the first ends."""
+    assert known.step_ends is not None and known.step_scores is not None
+    assert more.step_ends is not None and more.step_scores is not None
+    changes = known.versions is not None or more.versions is not None
+    return replace(
+        known,
+        step_ends=np.concatenate([known.step_ends, more.step_ends]),
+        step_scores=np.concatenate([known.step_scores, more.step_scores]),
+        versions=np.concatenate([judge_versions(known), judge_versions(more)]) if changes else None,
+    )
+
+
+def judge_versions(column: ScoreColumn) -> np.ndarray:
+    """int32 [C], or [1]: of the judge when it gave each score."""
+    if column.versions is not None:
+        return column.versions
+    return np.zeros(1 if column.step_ends is None else len(column.step_ends), dtype=np.int32)
+
+
+def trajectory_steps(group: EpisodeGroup, attempt: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """``step_borders`` of each trajectory of an attempt, counted in its own sampled tokens; none where not all steps
+    were scored in time."""
+    ends, scores = step_borders(group, attempt)
+    if not len(ends):
+        return []
+    (episode,) = [e for e in group.episodes if e.attempt == attempt]
+    found, start = [], 0
+    for trajectory in episode.trajectories:
+        stop = start + sum(turn.completion.num_tokens for turn in trajectory.turns)
+        inside = (start < ends) & (ends <= stop)
+        found.append((ends[inside] - np.int32(start), scores[inside]))
+        start = stop
+    return found
+
+
 def step_borders(group: EpisodeGroup, attempt: int) -> tuple[np.ndarray, np.ndarray]:
     """(ends int32 [C], scores float32 [C]) of an attempt whose steps were all scored in time; empty otherwise. Ends
-    count the attempt's sampled tokens, so a border is a place to fork at."""
+    count the attempt's sampled tokens, one trajectory after the other, so a border is a place to fork at."""
     (episode,) = [e for e in group.episodes if e.attempt == attempt]
     for column in group.scores:
         if column.source == PROCESS and column.attempt == attempt and is_whole(column, episode.num_tokens):

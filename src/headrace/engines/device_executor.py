@@ -23,16 +23,14 @@ from transformers import PreTrainedModel
 from headrace.engines.decode_batches import DecodeBatches
 from headrace.engines.device_passes import DrawInputs, Piece, upload
 from headrace.engines.device_setup import DeviceLimits, prepare
-from headrace.engines.executor import score_in_chunks
 from headrace.engines.held_weights import HeldWeights
 from headrace.engines.route_table import RoutedRows, RouteTable
 from headrace.engines.sampler import Drawn
 from headrace.engines.scheduler import Chunk, Work
+from headrace.engines.scores import RowLogits
 from headrace.engines.sequences import SlotTable
-from headrace.engines.top_scores import top_in_chunks
 from headrace.engines.truncated_draws import KeptSets, cut_rows, kept_sets, to_host
 from headrace.models.lora import LoraSpec
-from headrace.types import SamplingMask, TeacherScores
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
 
@@ -102,7 +100,6 @@ class DeviceExecutor:
         self._num_changes_told = -1
         self._device = model.device
         self._reading = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
-        self._prefill_tokens = prefill_tokens
         self._passes = prepared.passes
         self._decoding = DecodeBatches(
             max_running,
@@ -147,27 +144,7 @@ class DeviceExecutor:
             flight.landed.record()
         return flight
 
-    def score(
-        self,
-        token_ids: np.ndarray,
-        blocks: list[int],
-        temperature: float,
-        adapter: int,
-        mask: SamplingMask | None = None,
-    ) -> np.ndarray:
-        logits_of = self._scored_logits(token_ids, blocks, adapter)
-        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of, mask)
-
-    def score_top(
-        self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int, top_k: int
-    ) -> TeacherScores:
-        logits_of = self._scored_logits(token_ids, blocks, adapter)
-        return top_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of, top_k)
-
-    def _scored_logits(
-        self, token_ids: np.ndarray, blocks: list[int], adapter: int
-    ) -> Callable[[int, int], torch.Tensor]:
-        """float32 [stop - start, V] of given rows, to be asked for in order."""
+    def scored_logits(self, token_ids: np.ndarray, blocks: list[int], adapter: int) -> RowLogits:
         slot, table = self._passes.state.scoring_slot, np.array(blocks)
 
         def logits_of(start: int, stop: int) -> torch.Tensor:

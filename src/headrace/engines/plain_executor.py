@@ -9,7 +9,6 @@ Shape legend: T rows of a pass, R rows that are sampled, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.engines.checks import check_model, context_tokens, stable_rows
-from headrace.engines.executor import score_in_chunks
 from headrace.engines.held_weights import HeldWeights
 from headrace.engines.lanes import Lanes
 from headrace.engines.noise import NoiseAhead
@@ -25,13 +23,12 @@ from headrace.engines.passes import ForwardPass, Piece, Rows
 from headrace.engines.route_table import RoutedRows, RouteTable
 from headrace.engines.sampler import Drawn, SamplerRows, sample, sample_plainly
 from headrace.engines.scheduler import Chunk, Work
+from headrace.engines.scores import RowLogits
 from headrace.engines.sequences import SlotTable
-from headrace.engines.top_scores import top_in_chunks
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.lora import LoraSpec
 from headrace.models.paged_attention import KvTensors
 from headrace.models.route_recording import recorder
-from headrace.types import SamplingMask, TeacherScores
 
 _USUAL_TOKENS = 512
 """Tokens a running sequence is given room for when ``kv_tokens`` is not set."""
@@ -86,7 +83,6 @@ class PlainExecutor:
         self.table = SlotTable(max_running, block_size)
         self._model = model
         self.held = HeldWeights(model, self._bank)
-        self._prefill_tokens = prefill_tokens
         self._kv = KvTensors(num_blocks=self.num_blocks, block_size=block_size)
         self._lanes = Lanes(max_running)
         self._noise = NoiseAhead()
@@ -124,27 +120,7 @@ class PlainExecutor:
             return []
         return [RoutedRows(rows.places(), self._recorder.rows(rows.num_rows).cpu())]
 
-    def score(
-        self,
-        token_ids: np.ndarray,
-        blocks: list[int],
-        temperature: float,
-        adapter: int,
-        mask: SamplingMask | None = None,
-    ) -> np.ndarray:
-        logits_of = self._scored_logits(token_ids, blocks, adapter)
-        return score_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of, mask)
-
-    def score_top(
-        self, token_ids: np.ndarray, blocks: list[int], temperature: float, adapter: int, top_k: int
-    ) -> TeacherScores:
-        logits_of = self._scored_logits(token_ids, blocks, adapter)
-        return top_in_chunks(token_ids, self._prefill_tokens, temperature, logits_of, top_k)
-
-    def _scored_logits(
-        self, token_ids: np.ndarray, blocks: list[int], adapter: int
-    ) -> Callable[[int, int], torch.Tensor]:
-        """float32 [stop - start, V] of given rows, to be asked for in order."""
+    def scored_logits(self, token_ids: np.ndarray, blocks: list[int], adapter: int) -> RowLogits:
         table = np.zeros(self._pass.num_table_entries(len(token_ids)), dtype=np.int64)
         table[: len(blocks)] = blocks
 

@@ -32,6 +32,7 @@ from headrace.engines.holds import Holds
 from headrace.engines.kv_cache import BlockPool
 from headrace.engines.policies import POLICY, Policies
 from headrace.engines.scheduler import Scheduler, Work
+from headrace.engines.scores import RowLogits, score_in_chunks, top_in_chunks
 from headrace.engines.sequences import Sequence, new_sequence, resting_completion
 from headrace.errors import TaskError, WeightSyncError
 from headrace.timekeeping import TimeLedger
@@ -80,6 +81,7 @@ class TorchEngine:
         self.limit_tokens = executor.limit_tokens
         self._executor = executor
         self._ledger = ledger
+        self._prefill_tokens = prefill_tokens
         self._recompute_kv = recompute_kv
         self._table = executor.table
         self._pool = BlockPool(executor.num_blocks)
@@ -229,24 +231,16 @@ class TorchEngine:
     ) -> list[np.ndarray]:
         """float32 [T] logprobs of each sequence's tokens under the policy's weights; entry 0 is 0. ``masks``: the
         tokens they were chosen among, where those were not all."""
-        adapter = self._policies.adapter_of(policy)
         sets = [None] * len(token_ids) if masks is None else masks
-        with self._ledger.activity("prefill"):
-            return [
-                self._score_one(
-                    ids, partial(self._executor.score, temperature=temperature, adapter=adapter, mask=mask)
-                )
-                for ids, mask in zip(token_ids, sets, strict=True)
-            ]
+        scores = [partial(score_in_chunks, temperature=temperature, mask=mask) for mask in sets]
+        return self._scored(token_ids, policy, scores)
 
     def score_top(
         self, token_ids: Several[np.ndarray], top_k: int, temperature: float = 1.0, policy: str = POLICY
     ) -> list[TeacherScores]:
         """As ``score``, with the likeliest tokens of every position."""
-        adapter = self._policies.adapter_of(policy)
-        score = partial(self._executor.score_top, temperature=temperature, adapter=adapter, top_k=top_k)
-        with self._ledger.activity("prefill"):
-            return [self._score_one(ids, score) for ids in token_ids]
+        score = partial(top_in_chunks, temperature=temperature, top_k=top_k)
+        return self._scored(token_ids, policy, [score] * len(token_ids))
 
     def counters(self) -> dict[str, float]:
         counters = self._scheduler.counters
@@ -343,8 +337,23 @@ class TorchEngine:
                 if sequence.adapter == adapter:
                     self._scheduler.preempt(sequence)
 
-    def _score_one(self, given: np.ndarray, score: Callable[[np.ndarray, list[int]], T]) -> T:
-        token_ids = np.asarray(given, dtype=np.int64)
+    def _scored(
+        self,
+        sequences: Several[np.ndarray],
+        policy: str,
+        scores: Several[Callable[[np.ndarray, int, RowLogits], T]],
+    ) -> list[T]:
+        """What each of ``scores`` makes of its sequence, which gets the logits of so many rows at a time."""
+        adapter = self._policies.adapter_of(policy)
+        with self._ledger.activity("prefill"):
+            return [
+                self._score_one(np.asarray(ids, dtype=np.int64), adapter, score)
+                for ids, score in zip(sequences, scores, strict=True)
+            ]
+
+    def _score_one(
+        self, token_ids: np.ndarray, adapter: int, score: Callable[[np.ndarray, int, RowLogits], T]
+    ) -> T:
         if len(token_ids) > self.limit_tokens:
             raise TaskError(
                 f"a sequence of {len(token_ids)} tokens cannot be scored by an engine that takes "
@@ -352,7 +361,8 @@ class TorchEngine:
             )
         blocks = self._borrow(len(token_ids))
         try:
-            scored = score(token_ids, blocks)
+            logits_of = self._executor.scored_logits(token_ids, blocks, adapter)
+            scored = score(token_ids, self._prefill_tokens, logits_of)
         finally:
             self._pool.release(blocks)
         self._scheduler.counters.prefill_tokens += max(0, len(token_ids) - 1)

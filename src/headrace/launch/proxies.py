@@ -24,6 +24,7 @@ from headrace.types import (
     SamplingMask,
     StepQuestion,
     StepResult,
+    StepScores,
     Task,
     TeacherScores,
     TrainBatch,
@@ -162,7 +163,7 @@ class RemoteStepScorer:
         self._caller = caller
         self._deadlines_s = deadlines_s
 
-    async def score_steps(self, question: StepQuestion) -> np.ndarray:
+    async def score_steps(self, question: StepQuestion) -> StepScores:
         return await self._caller.call("score_steps", question, deadline_s=self._deadlines_s["score_steps"])
 
     async def status(self) -> RoleStatus:

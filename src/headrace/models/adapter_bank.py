@@ -10,8 +10,10 @@ Adapters are numbered from 1; 0 is the model alone. Joined layers must have been
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,7 +27,12 @@ from headrace.models.low_rank import AdaptedLinear, AdapterRows, LowRank
 from headrace.models.tensors import Update, as_tensor, dtype_name
 from headrace.types import TensorBlob
 
+if TYPE_CHECKING:
+    from headrace.kernels.many_copies import ManyCopies
+
 SCALING = "scaling"
+_Layout = dict[str, tuple[str, tuple[int, ...], int]]
+"""Type, shape and bytes of every tensor of an adapter, by name."""
 _A, _B, _FACTOR = ".lora_A.weight", ".lora_B.weight", ".row_factor"
 
 
@@ -59,13 +66,36 @@ class _ExpertPart:
         return self.low.a[:, columns], self.low.b[:, :, columns], None
 
 
+class _Places:
+    """Where the tensors of an adapter go, told once: the next version usually looks like the last."""
+
+    def __init__(self, layout: _Layout, views: dict[str, torch.Tensor]) -> None:
+        self.layout = layout
+        self._views = views
+        self._at_once: ManyCopies | None = None
+
+    def fill(self, arrived: Mapping[str, TensorBlob]) -> None:
+        """From GPU memory in one launch, since decoding stands still meanwhile."""
+        blobs = [arrived[name] for name in self._views]
+        if not all(isinstance(blob.data, torch.Tensor) for blob in blobs):
+            for view, blob in zip(self._views.values(), blobs, strict=True):
+                view.copy_(as_tensor(blob))
+            return
+        if self._at_once is None:
+            from headrace.kernels.many_copies import ManyCopies
+
+            self._at_once = ManyCopies(list(self._views.values()))
+        self._at_once.copy_from([blob.data for blob in blobs])
+
+
 class AdapterBank:
     """The model's target layers are replaced for good; their parameters keep their names."""
 
     def __init__(self, model: PreTrainedModel, spec: LoraSpec, num_adapters: int) -> None:
         """``spec``: the largest rank of any adapter, all layers that any may change, and DoRA if any is."""
         self.num_adapters, self.rank = num_adapters, spec.rank
-        self._dtype_name = dtype_name(model.dtype)
+        self._dtype = model.dtype
+        self._places: dict[int, _Places] = {}
         shape = (num_adapters + 1, num_adapters * spec.rank)
         self._scales = torch.zeros(shape, dtype=torch.float32, device=model.device)
         targets = target_linears(model, spec.targets)
@@ -92,20 +122,11 @@ class AdapterBank:
         """Replace an adapter; layers it has no tensors for are left to the model. Raises WeightSyncError, with
         nothing changed, if it does not fit."""
         arrived = {blob.name: blob for blob in updates if isinstance(blob, TensorBlob)}
-        ranks = self._check(arrived)
-        for name, part in self._parts.items():
-            a, b, factors = part.of(adapter, self.rank)
-            rank = ranks.get(name, 0)
-            if rank < self.rank:
-                a[..., rank:, :].zero_()
-                b[..., rank:].zero_()
-            if rank:
-                a[..., :rank, :].copy_(as_tensor(arrived[name + _A]))
-                b[..., :rank].copy_(as_tensor(arrived[name + _B]))
-            if factors is not None and name + _FACTOR in arrived:
-                factors.copy_(as_tensor(arrived[name + _FACTOR]))
-            elif factors is not None:
-                factors.fill_(1.0)
+        layout = {name: (blob.dtype, tuple(blob.shape), blob.data.nbytes) for name, blob in arrived.items()}
+        places = self._places.get(adapter)
+        if places is None or places.layout != layout:
+            places = self._places[adapter] = self._clear(adapter, layout)
+        places.fill(arrived)
         own = slice((adapter - 1) * self.rank, adapter * self.rank)
         self._scales[adapter, own].copy_(as_tensor(arrived[SCALING]).expand(self.rank))
 
@@ -120,15 +141,31 @@ class AdapterBank:
                 found[name + _FACTOR] = factors
         return found
 
-    def _check(self, arrived: Mapping[str, TensorBlob]) -> dict[str, int]:
+    def _clear(self, adapter: int, layout: _Layout) -> _Places:
+        """Where tensors of this layout go; all that it has none for is left to the model from now on."""
+        ranks = self._check(layout)
+        views: dict[str, torch.Tensor] = {}
+        for name, part in self._parts.items():
+            a, b, factors = part.of(adapter, self.rank)
+            rank = ranks.get(name, 0)
+            a[..., rank:, :].zero_()
+            b[..., rank:].zero_()
+            if rank:
+                views |= {name + _A: a[..., :rank, :], name + _B: b[..., :rank]}
+            if factors is not None and name + _FACTOR in layout:
+                views[name + _FACTOR] = factors
+            elif factors is not None:
+                factors.fill_(1.0)
+        return _Places(layout, views)
+
+    def _check(self, found: _Layout) -> dict[str, int]:
         """The rank in every layer the adapter changes."""
         ranks = {
-            name.removesuffix(_A): blob.shape[-2] if len(blob.shape) > 1 else 0
-            for name, blob in arrived.items()
+            name.removesuffix(_A): shape[-2] if len(shape) > 1 else 0
+            for name, (_, shape, _) in found.items()
             if name.endswith(_A)
         }
-        kind = self._dtype_name
-        expected: dict[str, tuple[str, tuple[int, ...]]] = {SCALING: ("F32", (1,))}
+        expected: _Layout = {SCALING: ("F32", (1,), 4)}
         for name, rank in ranks.items():
             part = self._parts.get(name)
             if part is None or not 1 <= rank <= self.rank:
@@ -138,18 +175,20 @@ class AdapterBank:
                     "lora settings"
                 )
             a, b, factors = part.of(1, self.rank)
-            expected[name + _A] = (kind, (*a.shape[:-2], rank, a.shape[-1]))
-            expected[name + _B] = (kind, (*b.shape[:-1], rank))
-            if factors is not None and name + _FACTOR in arrived:
-                expected[name + _FACTOR] = (kind, tuple(factors.shape))
-        found = {name: (blob.dtype, tuple(blob.shape)) for name, blob in arrived.items()}
+            expected[name + _A] = self._told((*a.shape[:-2], rank, a.shape[-1]))
+            expected[name + _B] = self._told((*b.shape[:-1], rank))
+            if factors is not None and name + _FACTOR in found:
+                expected[name + _FACTOR] = self._told(tuple(factors.shape))
         if not ranks or found != expected:
             wrong = sorted(name for name in found | expected if found.get(name) != expected.get(name))
             raise WeightSyncError(
-                f"the update is not an adapter of this model in {kind} (see {wrong[:2]}); start sender and engine "
-                "with the same model, dtype and lora settings"
+                f"the update is not an adapter of this model in {dtype_name(self._dtype)} (see {wrong[:2]}); start "
+                "sender and engine with the same model, dtype and lora settings"
             )
         return ranks
+
+    def _told(self, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
+        return dtype_name(self._dtype), shape, math.prod(shape) * self._dtype.itemsize
 
 
 def _attach(

@@ -19,9 +19,13 @@ import numpy as np
 from headrace.config import Settings
 from headrace.data.record_checks import ABOVE_ZERO, Check, Fault, Limits, turn_faults
 from headrace.data.samples import sequences
+from headrace.data.score_checks import step_faults, teacher_faults
+from headrace.data.steps import PROCESS
 from headrace.run_directory import latest_checkpoint
 from headrace.runtime.recording import RecordedAttempt, RecordedGroup, Recording
 from headrace.runtime.rollout import turn_seed
+from headrace.runtime.state import TEACHER
+from headrace.runtime.teachers import COLUMN as TEACHER_OF_TASK
 
 
 class Found(NamedTuple):
@@ -88,6 +92,7 @@ def check_recording(recording: Recording, limits: Limits, *, seed: int) -> Repor
             where = f"attempt {group.group}/{number}"
             _check_turns(report, where, attempt, limits, seed=(seed, group.group, number))
             report.looked(where, "episode", _episode_faults(attempt))
+            _check_scores(report, where, group, number, limits)
         report.looked(f"group {group.group}", "group", _group_faults(group))
     return report
 
@@ -110,6 +115,32 @@ def _check_turns(
                 report.looked(f"{where}, turn {number}", check, _of(check, faults))
 
 
+def _check_scores(report: Report, where: str, group: RecordedGroup, number: int, limits: Limits) -> None:
+    attempt, said = group.attempts[number], group.columns.get(number, {})
+    for source, columns in sorted(said.items()):
+        if any(column.step_ends is not None or column.step_scores is not None for column in columns):
+            known = group.missing is not None and number not in group.waiting and attempt.total is not None
+            is_settled = known and (source, number) not in (group.missing or ())
+            found = step_faults(columns, _turn_tokens(attempt, source), is_settled=is_settled)
+            report.looked(f"{where}, {source}", "steps", found)
+    taught = [column.teacher for column in said.get(TEACHER, ()) if column.teacher is not None]
+    if taught:
+        of_attempt = [episode for episode in group.episodes() if episode.attempt == number]
+        ids = [ids for ids, _ in sequences(of_attempt)] if of_attempt else None
+        report.looked(where, "teacher", teacher_faults(taught[0], ids, limits))
+
+
+def _turn_tokens(attempt: RecordedAttempt, source: str) -> list[int] | None:
+    """What the turns sampled that a source counts its steps by; None: one is lost."""
+    if attempt.missing_turns():
+        return None
+    numbers = sorted(attempt.turns)
+    if source != PROCESS and attempt.trajectories is not None:
+        numbers = [number for told in attempt.trajectories for number in told.turns]
+    partial = [] if attempt.unfinished is None else [attempt.unfinished.num_tokens]
+    return [attempt.turns[number].completion.num_tokens for number in numbers] + partial
+
+
 def _of(check: str, faults: list[Fault]) -> Iterator[str]:
     return (fault.text for fault in faults if fault.check == check)
 
@@ -125,6 +156,7 @@ def _episode_faults(attempt: RecordedAttempt) -> Iterator[str]:
 def _group_faults(group: RecordedGroup) -> Iterator[str]:
     if group.task is None:
         yield "the record of its admission is lost"
+    yield from _binding_faults(group)
     scored = [number for number, attempt in group.attempts.items() if attempt.total is not None]
     if not scored:
         if group.ended.startswith("train"):
@@ -138,6 +170,23 @@ def _group_faults(group: RecordedGroup) -> Iterator[str]:
         if attempt.trajectories is None:
             yield f"it was scored, but the end of attempt {number} is lost"
     yield from _reference_faults(group)
+
+
+def _binding_faults(group: RecordedGroup) -> Iterator[str]:
+    """Scores that name an attempt there is not, were given twice, or by another teacher than the task's."""
+    for number, said in sorted(group.columns.items()):
+        if number not in group.attempts:
+            yield f"{', '.join(sorted(said))} scored attempt {number}, but the group has {len(group.attempts)} attempts"
+        for source, columns in sorted(said.items()):
+            if len(columns) > 1 and any(column.step_ends is None for column in columns):
+                yield f"{source} scored attempt {number} {len(columns)} times"
+    columns = [column for said in group.columns.values() for column in said.get(TEACHER, ())]
+    names = {scores.teacher for column in columns for scores in column.teacher or ()}
+    if len(names) > 1 or (names and any(column.teacher is None for column in columns)):
+        yield f"some of its attempts are scored by {' and '.join(sorted(names))}, and some are not"
+    wanted = None if group.task is None else group.task.columns.get(TEACHER_OF_TASK)
+    if names and wanted is not None and names != {wanted}:
+        yield f"its task names the teacher {wanted}, but the scores are of {' and '.join(sorted(names))}"
 
 
 def _reference_faults(group: RecordedGroup) -> Iterator[str]:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from rich.table import Table
 
+from headrace.data.steps import judge_versions
 from headrace.replay.check import Report
 from headrace.runtime.recording import RecordedAttempt, RecordedGroup, Recording
-from headrace.types import Completion, Turn
+from headrace.types import Completion, ScoreColumn, Turn
 
 Decode = Callable[[np.ndarray], str]
 SHOWN_FAULTS = 20
@@ -44,6 +45,7 @@ def group_lines(group: RecordedGroup, decode: Decode | None) -> Iterator[str]:
     for number, attempt in sorted(group.attempts.items()):
         yield ""
         yield from _attempt_lines(number, attempt, decode)
+        yield from _score_lines(group.columns.get(number, {}))
 
 
 def _attempt_lines(number: int, attempt: RecordedAttempt, decode: Decode | None) -> Iterator[str]:
@@ -56,6 +58,18 @@ def _attempt_lines(number: int, attempt: RecordedAttempt, decode: Decode | None)
     if attempt.unfinished is not None:
         for name, text in _completion_rows(attempt.unfinished, decode):
             yield f"  unfinished {name:<9} {text}"
+
+
+def _score_lines(said: dict[str, list[ScoreColumn]]) -> Iterator[str]:
+    """Of sources that judge steps or change: what they gave, and which versions of them."""
+    for source, columns in sorted(said.items()):
+        versions = np.concatenate([judge_versions(column) for column in columns])
+        steps = [column.step_scores for column in columns if column.step_scores is not None]
+        if not steps and not versions.any():
+            continue
+        scores = ", ".join(f"{score:.3f}" for part in steps for score in part)
+        by = f", given by {_runs(versions)}" if versions.any() else ""
+        yield f"  scores     {source:<9} {_cut(scores)}{by}"
 
 
 def _turn_rows(turn: Turn, decode: Decode | None) -> Iterator[tuple[str, str]]:

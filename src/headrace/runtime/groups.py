@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from headrace.algos.advantages import ADVANTAGES, against_frozen, is_zero_variance, overlong_penalty
-from headrace.algos.process import token_advantages
+from headrace.algos.process import trajectory_advantages
 from headrace.data.kept_limits import mask_fault
 from headrace.data.returns import weighted_return
 from headrace.data.samples import build_samples
-from headrace.data.steps import step_borders
+from headrace.data.steps import trajectory_steps
 from headrace.errors import CheckpointError, InvariantError, PromptTooLongError, RoleError, WeightSyncError
 from headrace.protocols import Environment
 from headrace.runtime.buffer import ReadyGroup
@@ -343,9 +343,9 @@ def ready_group(plan: RunPlan, scored: EpisodeGroup, advantages: Any = None) -> 
     if advantages is None:
         advantages = ADVANTAGES[plan.advantage](np.array(scored.returns, dtype=np.float64))
     if plan.process is not None:
-        ends, scores = zip(*(step_borders(scored, e.attempt) for e in scored.episodes), strict=True)
-        advantages = token_advantages(
-            advantages, ends, scores, form=plan.process.form, weight=plan.process.weight
+        steps = [trajectory_steps(scored, e.attempt) for e in scored.episodes]
+        advantages = trajectory_advantages(
+            advantages, steps, form=plan.process.form, weight=plan.process.weight
         )
     samples, is_branch = build_samples(scored, advantages), scored.task.pivot is not None
     return ReadyGroup(

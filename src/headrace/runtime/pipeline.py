@@ -282,6 +282,9 @@ class Pipeline:
         unneeded = [manifest.version] if self._teachers is None else await self._teachers.landed(manifest)
         for version in unneeded:
             await self._sync.retire(version)
+        if self._teachers is not None:
+            # Last, since it takes as long as a model is read; nothing waits for it.
+            await self._teachers.look(manifest.version)
 
     async def _save(self) -> None:
         self._sink.emit("phase", {"text": f"saving the checkpoint of step {self.state.step}"})

@@ -18,14 +18,14 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from headrace.data.steps import PROCESS, split
+from headrace.data.steps import PROCESS, continued, split
 from headrace.protocols import StepScorer
 from headrace.runtime.journal import Record
 from headrace.runtime.plan import ProcessPlan
 from headrace.runtime.scoring_meter import ScoringMeter
-from headrace.runtime.scoring_stage import InvalidScore, check_columns
+from headrace.runtime.scoring_stage import check_columns
 from headrace.runtime.state import LiveGroup
-from headrace.types import Completion, Episode, ScoreColumn, StepQuestion, Task, Turn
+from headrace.types import Completion, Episode, ScoreColumn, StepQuestion, StepScores, Task, Turn
 
 PLACES = 64
 """Questions at the scorer at a time; it answers many in one pass."""
@@ -72,30 +72,25 @@ class ProcessRewards:
         return [await self._rest(episode) for episode in episodes]
 
     async def _rest(self, episode: Episode) -> ScoreColumn:
-        if len(episode.trajectories) != 1:
-            raise InvalidScore(
-                f"attempt {episode.group}/{episode.attempt} has several trajectories; steps need one"
-            )
         live, attempt = self._live(episode.group), episode.attempt
         watch = self._watches.pop((live.group, attempt), None)
         if watch is not None:
             await watch.settled()
-        ends, scores = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)]
-        turns = episode.trajectories[0].turns
-        for offset, turn in self.untold(live, attempt, turns):
-            last = turn is turns[-1]
-            column = await self.ask(
+        column = self._column(live, attempt, np.zeros(0, np.int32), StepScores(scores=np.zeros(0)))
+        untold = self.untold(live, attempt)
+        for offset, turn in untold:
+            last = turn is untold[-1][1]
+            more = await self.ask(
                 live, attempt, offset, turn.prompt_ids, turn.completion, finished=True, last=last
             )
-            assert column.step_ends is not None and column.step_scores is not None
-            ends.append(column.step_ends)
-            scores.append(column.step_scores)
-        return self._column(live, attempt, np.concatenate(ends), np.concatenate(scores))
+            column = continued(column, more)
+        return column
 
-    def untold(self, live: LiveGroup, attempt: int, turns: Sequence[Turn]) -> list[tuple[int, Turn]]:
-        """Finished turns with steps that are not scored, and how many tokens were sampled before each."""
+    def untold(self, live: LiveGroup, attempt: int) -> list[tuple[int, Turn]]:
+        """Finished turns with steps that are not scored, and how many tokens were sampled before each. Steps are
+        told as turns are sampled: which trajectory a turn belongs to is known only when the attempt has ended."""
         told, found, offset = self.num_told(live, attempt), [], 0
-        for turn in turns:
+        for turn in live.turns.get(attempt, ()):
             if offset + turn.completion.num_tokens > told:
                 found.append((offset, turn))
             offset += turn.completion.num_tokens
@@ -148,18 +143,19 @@ class ProcessRewards:
             num_known=num_known,
             last=last,
         )
-        scores = await self._scorer.score_steps(question)
-        column = self._column(live, attempt, offset + ends[num_known:], scores)
+        said = await self._scorer.score_steps(question)
+        column = self._column(live, attempt, offset + ends[num_known:], said)
         check_columns(self.name, live.group, (attempt,), (column,))
         return column
 
-    def _column(self, live: LiveGroup, attempt: int, ends: np.ndarray, scores: np.ndarray) -> ScoreColumn:
+    def _column(self, live: LiveGroup, attempt: int, ends: np.ndarray, said: StepScores) -> ScoreColumn:
         return ScoreColumn(
             source=self.name,
             group=live.group,
             attempt=attempt,
             step_ends=ends.astype(np.int32),
-            step_scores=np.asarray(scores, dtype=np.float32),
+            step_scores=np.asarray(said.scores, dtype=np.float32),
+            versions=np.full(len(ends), said.version, dtype=np.int32) if said.version else None,
         )
 
     def is_hopeless(self, live: LiveGroup, attempt: int) -> bool:
@@ -177,7 +173,8 @@ class StepWatch:
         self._rewards = rewards
         self._live = live
         self._attempt = attempt
-        self._latest: tuple[np.ndarray, Completion] | None = None
+        self._latest: tuple[int, np.ndarray, Completion] | None = None
+        """A turn that grew: tokens sampled before it, its prompt, and its own so far."""
         self._asking: asyncio.Task[None] | None = None
         self._failed = False
         self.gave_up = rewards.is_hopeless(live, attempt)
@@ -189,11 +186,12 @@ class StepWatch:
         """The running turn has sampled ``so_far``; called between two pieces of the engine's progress."""
         if self._failed or self.gave_up:
             return
-        offset = sum(turn.completion.num_tokens for turn in self._turns)
+        offset = self._live.num_sampled(self._attempt)
         ends = split(so_far.token_ids, so_far.logprobs, self._rewards.plan.rule, finished=False)
         if not len(ends) or offset + int(ends[-1]) <= self._rewards.num_told(self._live, self._attempt):
             return
-        self._latest = (prompt_ids, so_far)
+        # Counted now: the turn may be over, and be one of those before, when the question is put.
+        self._latest = (offset, prompt_ids, so_far)
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask(), name=f"steps {self._live.group}/{self._attempt}")
 
@@ -214,8 +212,10 @@ class StepWatch:
                 # What a turn that has ended left open comes first: scores are told in order.
                 if not await self._told_finished_turns():
                     return
-                (prompt_ids, so_far), self._latest = self._latest, None
-                offset = sum(turn.completion.num_tokens for turn in self._turns)
+                (offset, prompt_ids, so_far), self._latest = self._latest, None
+                if offset < self._live.num_sampled(self._attempt):
+                    # The turn has ended meanwhile, and is told as a whole.
+                    continue
                 if not await self._told(offset, prompt_ids, so_far, finished=False):
                     return
                 if self._rewards.is_hopeless(self._live, self._attempt):
@@ -223,16 +223,12 @@ class StepWatch:
         finally:
             self._asking = None
 
-    @property
-    def _turns(self) -> Sequence[Turn]:
-        """Those that have ended."""
-        return self._live.turns.get(self._attempt, ())
-
     async def _told_finished_turns(self) -> bool:
-        for offset, turn in self._rewards.untold(self._live, self._attempt, self._turns):
-            if not await self._told(offset, turn.prompt_ids, turn.completion, finished=True):
-                return False
-        return True
+        # More may end while one is asked about.
+        while not self._failed and (untold := self._rewards.untold(self._live, self._attempt)):
+            offset, turn = untold[0]
+            await self._told(offset, turn.prompt_ids, turn.completion, finished=True)
+        return not self._failed
 
     async def _told(self, offset: int, prompt_ids: np.ndarray, so_far: Completion, *, finished: bool) -> bool:
         """False: it failed. It is put again, with a deadline and a line in the ledger, when the attempt has ended."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +22,13 @@ import numpy as np
 
 from headrace import wire
 from headrace.data import completions
+from headrace.data.samples import sequences
 from headrace.errors import ConfigError
 from headrace.runtime.checkpoint import STATE_FILE
 from headrace.runtime.journal import salvage, segment_path, segment_steps
 from headrace.runtime.parts import group_of, is_late, late_part
-from headrace.runtime.state import REFERENCE
-from headrace.types import Completion, Episode, ScoreColumn, Task, Trajectory, Turn
+from headrace.runtime.state import REFERENCE, TEACHER
+from headrace.types import Completion, Episode, EpisodeGroup, ScoreColumn, Task, Trajectory, Turn
 
 _OF_NO_GROUP = ("pivots", "explored")
 """Kinds that say where to branch off next; the branches themselves are groups with records of their own."""
@@ -84,6 +87,10 @@ class RecordedGroup:
     """Late attempts that were not scored, though a quorum of the others was."""
     reference: dict[int, tuple[np.ndarray, ...]] = field(default_factory=dict)
     """By attempt, what the reference said of its samples before the group was scored."""
+    columns: dict[int, dict[str, list[ScoreColumn]]] = field(default_factory=dict)
+    """What was said of its attempts, by attempt and source, in the order in which it was told."""
+    missing: set[tuple[str, int]] | None = None
+    """(source, attempt) of what its attempts were scored without; None: not known, since a checkpoint does not say."""
 
     def tell(self, part: int, text: str) -> None:
         """How the group, or its late attempts, went on."""
@@ -162,6 +169,8 @@ class Recording:
             if ended and group.group in self.groups:
                 before = self.groups[group.group]
                 group.attempts, group.ended = {a: before.attempt(a) for a in ended}, before.ended
+                group.columns = {a: before.columns[a] for a in ended if a in before.columns}
+                group.missing = before.missing
             _add_live(group, live, [a for a in range(live["num_attempts"]) if a not in ended])
             self.groups[group.group] = group
 
@@ -173,9 +182,13 @@ def _add_live(group: RecordedGroup, live: dict[str, Any], numbers: list[int]) ->
         attempt.turns = dict(enumerate(live["turns"].get(number, [])))
         attempt.unfinished = live["unfinished"].get(number)
     parts = [part for part in (live["scored"], live["late"]) if part is not None]
-    for episode in (*live["episodes"].values(), *(e for part in parts for e in part.episodes)):
+    for episode in live["episodes"].values():
+        _add_episode(group.attempt(episode.attempt), episode, live["turn_order"].get(episode.attempt))
+    for episode in [e for part in parts for e in part.episodes]:
         _add_episode(group.attempt(episode.attempt), episode)
     for column in [c for by_attempt in live["columns"].values() for c in by_attempt.values()]:
+        _add_column(group, column)
+    for column in [column for part in parts for column in _part_columns(part)]:
         _add_column(group, column)
     for part in parts:
         if group.ended == "generating":
@@ -186,6 +199,15 @@ def _add_live(group: RecordedGroup, live: dict[str, Any], numbers: list[int]) ->
             group.attempts[episode.attempt].total = total
     if live["quorum"]:
         group.waiting = {number for number in numbers if group.attempts[number].total is None}
+
+
+def _part_columns(part: EpisodeGroup) -> Iterator[ScoreColumn]:
+    """What a checkpoint keeps of the scores of a part, as the sources gave it; rewards are with the episodes."""
+    yield from part.scores
+    rows = iter(part.teacher or ())
+    for episode in part.episodes if part.teacher is not None else ():
+        of_attempt = tuple(islice(rows, len(sequences([episode]))))
+        yield ScoreColumn(source=TEACHER, group=part.group, attempt=episode.attempt, teacher=of_attempt)
 
 
 def _add_to_attempt(attempt: RecordedAttempt, record: dict[str, Any]) -> None:
@@ -207,6 +229,9 @@ def _add_to_attempt(attempt: RecordedAttempt, record: dict[str, Any]) -> None:
 
 
 def _add_column(group: RecordedGroup, column: ScoreColumn) -> None:
+    group.columns.setdefault(column.attempt, {}).setdefault(column.source, []).append(column)
+    if group.task is not None and column.attempt not in group.attempts:
+        return
     attempt = group.attempt(column.attempt)
     if column.rewards:
         attempt.rewards = {**(attempt.rewards or {}), **column.rewards}
@@ -218,6 +243,11 @@ def _add_scores(group: RecordedGroup, record: dict[str, Any]) -> None:
     numbers = record.get("attempts", range(len(record["returns"])))
     for number, total in zip(numbers, record["returns"], strict=True):
         group.attempt(number).total = total
+    told = {(source, attempt) for source, attempt, _ in record["missing"]}
+    if not group.waiting:
+        group.missing = told
+    elif group.missing is not None:
+        group.missing |= told
     group.tell(late_part(group.group) if group.waiting else group.group, "buffered")
     group.waiting = {number for number, attempt in group.attempts.items() if attempt.total is None}
     known = [a for a in sorted(group.reference) if a not in group.waiting]
@@ -226,15 +256,17 @@ def _add_scores(group: RecordedGroup, record: dict[str, Any]) -> None:
         group.ref_logprobs = tuple([row for a in known for row in group.reference[a]])
 
 
-def _add_episode(attempt: RecordedAttempt, episode: Episode) -> None:
-    """Of a checkpoint, which keeps the turns of an ended attempt in its trajectories, without their numbers."""
-    turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
-    first, told = 0, []
+def _add_episode(attempt: RecordedAttempt, episode: Episode, order: list[int] | None = None) -> None:
+    """Of a checkpoint. Of an attempt that is not scored it has the turns too, by number; of one that is, only those
+    in its trajectories, which are then numbered one after the other."""
+    numbers = iter(order if order is not None else count())
+    told = []
     for trajectory in episode.trajectories:
-        numbers = tuple(range(first, first + len(trajectory.turns)))
-        told.append(RecordedTrajectory(numbers, trajectory.text, trajectory.policy, trajectory.trainable))
-        first += len(numbers)
-    attempt.turns, attempt.trajectories = dict(enumerate(turns)), tuple(told)
+        named = tuple(islice(numbers, len(trajectory.turns)))
+        told.append(RecordedTrajectory(named, trajectory.text, trajectory.policy, trajectory.trainable))
+    if order is None:
+        attempt.turns = dict(enumerate(turn for t in episode.trajectories for turn in t.turns))
+    attempt.trajectories = tuple(told)
     attempt.rewards = dict(episode.trajectories[0].rewards) or None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.data.steps import is_whole
+from headrace.data.steps import PROCESS, is_whole
 from headrace.errors import CheckpointError, DeadlineError, InvariantError, RoleError
 from headrace.protocols import ScoreSource
 from headrace.runtime.journal import Record
@@ -172,14 +172,18 @@ def check_columns(source: str, group: int, attempts: Sequence[int], columns: Seq
             raise InvalidScore(
                 f"{where}: {0 if scores is None else len(scores)} scores for {len(ends)} steps"
             )
+        num_given = 1 if ends is None else len(ends)
+        if column.versions is not None and len(column.versions) != num_given:
+            raise InvalidScore(f"{where}: {len(column.versions)} versions of it for {num_given} scores")
         for values in (*([] if scores is None else [scores]), *(column.logprobs or ())):
             if not np.isfinite(values).all():
                 raise InvalidScore(f"{where}: a score is not finite")
 
 
 def _is_known(source: ScoreSource, live: LiveGroup, attempt: int) -> bool:
-    column = live.columns.get(source.name, {}).get(attempt)
-    return column is not None and is_whole(column, live.episodes[attempt].num_tokens)
+    column, episode = live.columns.get(source.name, {}).get(attempt), live.episodes[attempt]
+    num_tokens = live.num_sampled(attempt) if source.name == PROCESS else episode.num_tokens
+    return column is not None and is_whole(column, num_tokens)
 
 
 def _why(fault: BaseException) -> str:

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from headrace.data import completions
+from headrace.data.steps import PROCESS, continued, in_order
 from headrace.errors import InvariantError
 from headrace.runtime.ledger import AttemptLedger
 from headrace.runtime.parts import group_of, is_late, late_part
@@ -64,6 +65,8 @@ class LiveGroup:
     unfinished: dict[int, Completion] = field(default_factory=dict)
     """What the running turn of an attempt has sampled so far."""
     episodes: dict[int, Episode] = field(default_factory=dict)
+    turn_order: dict[int, list[int]] = field(default_factory=dict)
+    """By attempt, the numbers of its turns as its trajectories have them, where that is not the order of sampling."""
     columns: dict[str, dict[int, ScoreColumn]] = field(default_factory=dict)
     """What has been said of its attempts, by source and attempt."""
     scored: EpisodeGroup | None = None
@@ -105,6 +108,10 @@ class LiveGroup:
     def is_branch(self) -> bool:
         """Its attempts go on from a pivot inside an earlier one."""
         return self.task.pivot is not None
+
+    def num_sampled(self, attempt: int) -> int:
+        """Tokens of its finished turns, also of those that are in no trajectory."""
+        return sum(turn.completion.num_tokens for turn in self.turns.get(attempt, ()))
 
     def rewards(self, attempt: int) -> dict[str, float | None]:
         """What all sources together give the attempt as a whole."""
@@ -226,6 +233,9 @@ def _episode(state: RunState, r: dict[str, Any]) -> None:
     live.episodes[attempt] = Episode(
         group=live.group, attempt=attempt, task=live.task, trajectories=trajectories
     )
+    order = [number for numbers, *_ in r["trajectories"] for number in numbers]
+    if order != list(range(len(turns))):
+        live.turn_order[attempt] = order
 
 
 def _scores(state: RunState, r: dict[str, Any]) -> None:
@@ -239,12 +249,7 @@ def _continued(known: ScoreColumn, more: ScoreColumn) -> ScoreColumn:
     """Steps are told as they end; anything else is said once."""
     if known.step_ends is None or more.step_ends is None:
         raise InvariantError(f"{more.source} scored attempt {(more.group, more.attempt)} twice")
-    assert known.step_scores is not None and more.step_scores is not None
-    return replace(
-        known,
-        step_ends=np.concatenate([known.step_ends, more.step_ends]),
-        step_scores=np.concatenate([known.step_scores, more.step_scores]),
-    )
+    return continued(known, more)
 
 
 def _scored(state: RunState, r: dict[str, Any]) -> None:
@@ -266,11 +271,12 @@ def _bound(live: LiveGroup, attempts: list[int], returns: list[float]) -> Episod
     double the checkpoint."""
     episodes = tuple(_with_rewards(live.episodes.pop(a), live.rewards(a)) for a in attempts)
     said = {
-        source: {a: of_source.pop(a) for a in attempts if a in of_source}
+        source: {a: _ordered(live, of_source.pop(a)) for a in attempts if a in of_source}
         for source, of_source in sorted(live.columns.items())
     }
     for attempt in attempts:
         live.turns.pop(attempt, None)
+        live.turn_order.pop(attempt, None)
     live.columns = {source: of_source for source, of_source in live.columns.items() if of_source}
     references, taught = said.pop(REFERENCE, None), said.pop(TEACHER, None)
     columns = [of_source[a] for of_source in said.values() for a in sorted(of_source)]
@@ -281,9 +287,19 @@ def _bound(live: LiveGroup, attempts: list[int], returns: list[float]) -> Episod
         returns=tuple(returns),
         ref_logprobs=_of_samples(references) if references else None,
         teacher=_taught(taught) if taught else None,
-        # Rewards are with the episodes.
-        scores=tuple([c for c in columns if c.step_ends is not None or c.logprobs is not None]),
+        # Rewards are with the episodes, but not who gave them.
+        scores=tuple(
+            [c for c in columns if any(x is not None for x in (c.step_ends, c.logprobs, c.versions))]
+        ),
     )
+
+
+def _ordered(live: LiveGroup, column: ScoreColumn) -> ScoreColumn:
+    """The process judge is told of turns as they are sampled; its steps follow them to their trajectories."""
+    order = live.turn_order.get(column.attempt)
+    if order is None or column.source != PROCESS or column.step_ends is None:
+        return column
+    return in_order(column, [turn.completion.num_tokens for turn in live.turns[column.attempt]], order)
 
 
 def _taught(columns: dict[int, ScoreColumn]) -> tuple[TeacherScores, ...] | None:

@@ -6,8 +6,9 @@ teacher that is, the task's column ``teacher`` says: a name, absent for the firs
 imitated. A teacher is asked beside generation and training, one group at a time, so the engines that sample are never
 waited for.
 
-One teacher may be the policy itself some versions back (``snapshots``); its weights change between two groups, and
-every answer carries the version it was computed with.
+One teacher may be the policy itself some versions back (``snapshots``), and the folder of any other may be a link that
+is made to point elsewhere (``linked_weights``). Their weights change between two groups, and every answer carries the
+version it was computed with.
 
 What is wrong with one group (an unknown teacher, a token that the teacher does not have, an answer that is not finite)
 is raised for that group alone; a teacher that does not answer ends the run, since nothing can take its place.
@@ -25,6 +26,7 @@ from headrace.data import masks
 from headrace.data.samples import sequence_masks, sequences
 from headrace.errors import ModelError, RoleError, TaskError
 from headrace.protocols import Engine
+from headrace.runtime.linked_weights import LinkedWeights
 from headrace.runtime.snapshots import DelayedWeights
 from headrace.runtime.state import TEACHER
 from headrace.types import Episode, SamplingMask, ScoreColumn, Task, TeacherScores, WeightManifest
@@ -40,11 +42,14 @@ class Teacher:
     vocab_size: int | None = None
     """Tokens it has; None: not known, so nothing is checked."""
     snapshots: DelayedWeights | None = None
-    """How it follows the policy; None: it never changes."""
+    """How it follows the policy; None: it does not."""
+    link: LinkedWeights | None = None
+    """Where its weights lie, if that can change; None: it cannot."""
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    @property
-    def version(self) -> int:
+    async def version(self) -> int:
+        if self.link is not None:
+            return await self.link.current()
         return 0 if self.snapshots is None else self.snapshots.version
 
 
@@ -84,14 +89,18 @@ class Teachers:
             return None
         teacher, asked, kept = self._teachers[name], sequences(episodes), sequence_masks(episodes)
         self._check_tokens(name, [ids for ids, _ in asked])
-        answers: dict[int, TeacherScores] = {}
         async with teacher.asking:
-            for temperature in sorted({temperature for _, temperature in asked}):
-                places = [i for i, (_, its) in enumerate(asked) if its == temperature]
-                token_ids, sets = [asked[i][0] for i in places], [kept[i] for i in places]
-                scored = await self._ask(name, token_ids, sets, temperature, group)
-                answers.update(zip(places, scored, strict=True))
-            version = teacher.version
+            while True:
+                version = await teacher.version()
+                answers: dict[int, TeacherScores] = {}
+                for temperature in sorted({temperature for _, temperature in asked}):
+                    places = [i for i, (_, its) in enumerate(asked) if its == temperature]
+                    token_ids, sets = [asked[i][0] for i in places], [kept[i] for i in places]
+                    scored = await self._ask(name, token_ids, sets, temperature, group)
+                    answers.update(zip(places, scored, strict=True))
+                # A change of weights that fell between is rare, and the question is then put again.
+                if await teacher.version() == version:
+                    break
         return tuple(replace(answers[i], teacher=name, version=version) for i in range(len(asked)))
 
     async def score(self, task: Task, episodes: Sequence[Episode]) -> list[ScoreColumn]:
@@ -120,6 +129,11 @@ class Teachers:
         # An answer under way is computed with one version throughout.
         async with teacher.asking:
             return await teacher.snapshots.landed(manifest)
+
+    async def look(self, version: int) -> None:
+        """The policy has reached this version: teachers whose folders are links get what these point to now."""
+        links = [teacher.link for teacher in self._teachers.values() if teacher.link is not None]
+        await asyncio.gather(*(link.look(version) for link in links))
 
     def _name_for(self, episode: Episode) -> str | None:
         chosen = episode.task.columns.get(COLUMN, next(iter(self._teachers)))

@@ -32,7 +32,7 @@ from transformers import (
 
 from headrace.errors import ModelError, TaskError
 from headrace.scoring.remembered_kv import Reading, read_on
-from headrace.types import StepQuestion
+from headrace.types import StepQuestion, StepScores
 
 CHUNK_TOKENS = 1024
 """New tokens of an attempt that are read in one pass."""
@@ -96,8 +96,8 @@ class ProcessModel:
         return {**self._counters, "held_tokens": self._num_held, "held_attempts": len(self._readings)}
 
     @torch.inference_mode()
-    def score(self, questions: Sequence[StepQuestion]) -> list[np.ndarray | Exception]:
-        """For each question float32 [C - num_known], or why it has none."""
+    def score(self, questions: Sequence[StepQuestion]) -> list[StepScores | Exception]:
+        """For each question its scores, or why it has none."""
         readings: dict[int, Reading] = {}
         faults: dict[int, Exception] = {}
         for i, question in enumerate(questions):
@@ -114,7 +114,7 @@ class ProcessModel:
                 self._readings[questions[i].attempt] = reading
         self._evict()
         return [
-            faults[i] if i in faults else np.array(readings[i].scores[q.num_known :], dtype=np.float32)
+            faults[i] if i in faults else _scores_at(readings[i], q.num_known)
             for i, q in enumerate(questions)
         ]
 
@@ -122,7 +122,7 @@ class ProcessModel:
         """What is remembered of the attempt, or a fresh start, with what is to be read."""
         text, rows = self._with_markers(question.token_ids, question.ends)
         reading = self._readings.pop(question.attempt, None)
-        if reading is None or not reading.is_start_of(text, len(rows)):
+        if reading is None or not reading.is_start_of(text, rows[question.num_known :]):
             if question.num_known or reading is not None:
                 known = int(rows[question.num_known - 1]) + 1 if question.num_known else len(text)
                 self._counters["recomputed_tokens"] += known
@@ -149,15 +149,14 @@ class ProcessModel:
         """One pass over the next tokens of every reading."""
         starts = [reading.num_read for reading in readings]
         hidden = read_on(self._backbone, readings, CHUNK_TOKENS)
-        judged_CH, owners = [], []
+        judged_CH, places = [], []
         for reading, start, hidden_NH in zip(readings, starts, hidden, strict=True):
-            open_rows = reading.rows[len(reading.scores) :]
-            here = open_rows[open_rows < reading.num_read] - start
-            judged_CH.append(hidden_NH[torch.from_numpy(here).to(hidden_NH.device)])
-            owners += [reading] * len(here)
-        if owners:
-            for reading, value in zip(owners, self._values(torch.cat(judged_CH)), strict=True):
-                reading.scores.append(value)
+            here = reading.rows[(start <= reading.rows) & (reading.rows < reading.num_read)]
+            judged_CH.append(hidden_NH[torch.from_numpy(here - start).to(hidden_NH.device)])
+            places += [(reading, row) for row in here.tolist()]
+        if places:
+            for (reading, row), value in zip(places, self._values(torch.cat(judged_CH)), strict=True):
+                reading.scores[row] = value
 
     def _values(self, hidden_CH: torch.Tensor) -> list[float]:
         logits_CV = self._head(hidden_CH).float()
@@ -193,6 +192,12 @@ class ProcessModel:
                 f"scoring.process: {type(self._model).__name__} reads a text in two parts differently from the whole "
                 f"(by {gap:.2g}), so it cannot score steps while they are sampled; give a model with causal attention"
             )
+
+
+def _scores_at(reading: Reading, num_known: int) -> StepScores:
+    """Of the steps after the known ones."""
+    scores = [reading.scores[row] for row in reading.rows[num_known:].tolist()]
+    return StepScores(scores=np.array(scores, dtype=np.float32))
 
 
 def _fitting(readings: Sequence[Reading]) -> list[Reading]:

@@ -21,13 +21,13 @@ import numpy as np
 from headrace.errors import HeadraceError, RewardError
 from headrace.scoring.calls import Threads, declared_arguments
 from headrace.timekeeping import TimeLedger
-from headrace.types import RoleStatus, StepQuestion
+from headrace.types import RoleStatus, StepQuestion, StepScores
 
 PROCESS_ACTIVITIES = ("loading", "working", "idle-no-work")
 MOST_QUESTIONS = 64
 """In one pass."""
 
-Answer = np.ndarray | Exception
+Answer = StepScores | Exception
 
 
 class StepCore(Protocol):
@@ -42,7 +42,8 @@ class StepCore(Protocol):
 
 class StepFunction:
     """A function of the user's. It is called by keyword with what it declares of ``prompt`` (text), ``steps`` (texts),
-    ``token_ids``, ``ends`` and the task's columns, and returns a number for every step."""
+    ``token_ids``, ``ends`` and the task's columns, and returns a number for every step. One that changes says so by an
+    attribute ``version``, an integer that grows; its scores carry it."""
 
     def __init__(
         self, function: Callable[..., Any], *, name: str, decode: Callable[[np.ndarray], str]
@@ -62,8 +63,10 @@ class StepFunction:
                 answers.append(error)
         return answers
 
-    def _call(self, question: StepQuestion) -> np.ndarray:
+    def _call(self, question: StepQuestion) -> StepScores:
         self._num_calls += 1
+        # Read before the call: a judge that learns from what it is asked has not yet.
+        version = int(getattr(self._function, "version", 0))
         token_ids, task = question.token_ids, question.task
         borders = [question.num_prompt, *question.ends.tolist()]
         arguments = {
@@ -80,7 +83,8 @@ class StepFunction:
             )
         chosen = {k: v for k, v in arguments.items() if self._accepted is None or k in self._accepted}
         # An answer of another length is sent on as it is: whoever asked counts it as invalid.
-        return np.asarray(self._function(**chosen), dtype=np.float32).reshape(-1)[question.num_known :]
+        scores = np.asarray(self._function(**chosen), dtype=np.float32).reshape(-1)[question.num_known :]
+        return StepScores(scores=scores, version=version)
 
     def counters(self) -> Mapping[str, float]:
         return {"calls": self._num_calls}
@@ -101,13 +105,13 @@ class ProcessScorer:
         self._threaded = threaded
         self._ledger = ledger or TimeLedger(PROCESS_ACTIVITIES)
         self._ledger.switch("idle-no-work")
-        self._waiting: list[tuple[StepQuestion, asyncio.Future[np.ndarray]]] = []
+        self._waiting: list[tuple[StepQuestion, asyncio.Future[StepScores]]] = []
         self._worker: asyncio.Task[None] | None = None
         self._threads = Threads()
         self._num_scores = 0
         self._num_passes = 0
 
-    async def score_steps(self, question: StepQuestion) -> np.ndarray:
+    async def score_steps(self, question: StepQuestion) -> StepScores:
         # Nothing waits for ever here: whoever asks has a deadline, and what is given up is not computed.
         answer = asyncio.get_running_loop().create_future()
         self._waiting.append((question, answer))
@@ -127,7 +131,7 @@ class ProcessScorer:
         finally:
             self._worker = None
 
-    async def _answer(self, taken: Sequence[tuple[StepQuestion, asyncio.Future[np.ndarray]]]) -> None:
+    async def _answer(self, taken: Sequence[tuple[StepQuestion, asyncio.Future[StepScores]]]) -> None:
         questions = [question for question, _ in taken]
         with self._ledger.activity("working"):
             try:
@@ -141,7 +145,7 @@ class ProcessScorer:
             if isinstance(answer, Exception):
                 future.set_exception(self._named(answer, question))
             else:
-                self._num_scores += len(answer)
+                self._num_scores += len(answer.scores)
                 future.set_result(answer)
 
     async def _compute(self, questions: Sequence[StepQuestion]) -> list[Answer]:

@@ -28,8 +28,8 @@ class Reading:
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64, where in the text its steps are judged."""
     num_read: int = 0
-    scores: list[float] = field(default_factory=list)
-    """Of the steps read so far."""
+    scores: dict[int, float] = field(default_factory=dict)
+    """What was found at the rows judged so far."""
     kv: torch.Tensor | None = None
     """[L, 2, A, num_read, D]; None: nothing was read."""
 
@@ -37,10 +37,12 @@ class Reading:
     def num_new(self) -> int:
         return len(self.text) - self.num_read
 
-    def is_start_of(self, text: np.ndarray, num_steps: int) -> bool:
-        """Whether everything read so far is the beginning of ``text``."""
+    def is_start_of(self, text: np.ndarray, wanted: np.ndarray) -> bool:
+        """Whether everything read so far is the beginning of ``text``, and of the ``wanted`` rows each was judged or
+        is still to be read: steps of a turn before are others, though its text is the same."""
         known = self.text[: self.num_read]
-        return np.array_equal(known, text[: self.num_read]) and len(self.scores) <= num_steps
+        is_same = np.array_equal(known, text[: self.num_read])
+        return is_same and all(row >= self.num_read or row in self.scores for row in wanted.tolist())
 
 
 def read_on(backbone: Any, readings: Sequence[Reading], most_tokens: int) -> list[torch.Tensor]:

@@ -17,17 +17,21 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headrace.errors import WeightSyncError
 from headrace.types import BundleKind, TensorBlob, TensorSlot, WeightManifest
-from headrace.weights.bundle import check_slots, lay_out
+from headrace.weights.bundle import ALIGNMENT_BYTES, check_slots, lay_out
 from headrace.weights.gpu_segments import fixed_segments
 
+if TYPE_CHECKING:
+    from headrace.kernels.checksum import Chunks
+
 TRANSPORT = "cuda_ipc"
-_CHUNK_WORDS = 1 << 18
+_ROOM_BYTES = 1 << 20
+"""Buffers are multiples of it, so that bundles of nearly one size can use the same."""
 
 _own_buffers: weakref.WeakValueDictionary[str, _Buffer] = weakref.WeakValueDictionary()
 
@@ -50,6 +54,7 @@ class CudaIpcSender:
         self._growing_segments = growing_segments
         self._live: dict[int, _Buffer] = {}
         self._free: list[_Buffer] = []
+        self._checksums = _Checksums()
 
     def send(
         self, version: int, blobs: Iterable[TensorBlob], *, kind: BundleKind | None = None
@@ -59,9 +64,8 @@ class CudaIpcSender:
         tensors = list(blobs)
         slots, num_bytes = lay_out(tensors)
         buffer = self._take(num_bytes, _device_of(tensors))
-        shares = [buffer.bytes[slot.offset : slot.offset + slot.num_bytes] for slot in slots]
-        torch._foreach_copy_(shares, [tensor.data for tensor in tensors])
-        checksum = device_digest(version, slots, buffer.bytes[:num_bytes])
+        sources: list[Any] = [tensor.data for tensor in tensors]
+        checksum = self._checksums.of_copied(version, slots, sources, buffer.bytes)
         self.retire(version)
         self._live[version] = buffer
         return WeightManifest(
@@ -86,8 +90,7 @@ class CudaIpcSender:
         self._free.clear()
 
     def _take(self, num_bytes: int, device: torch.device) -> _Buffer:
-        # A multiple of the checksum's chunk, so that it reads whole chunks.
-        room = -(-num_bytes // (4 * _CHUNK_WORDS)) * 4 * _CHUNK_WORDS
+        room = -(-num_bytes // _ROOM_BYTES) * _ROOM_BYTES
         for buffer in self._free:
             if len(buffer.bytes) == room and buffer.bytes.device == device:
                 self._free.remove(buffer)
@@ -101,16 +104,19 @@ class CudaIpcReceiver:
 
     def __init__(self) -> None:
         self._opened: dict[str, torch.Tensor] = {}
+        self._checksums = _Checksums()
         self._stream: torch.cuda.Stream | None = None
 
     def receive(self, manifest: WeightManifest) -> Iterator[TensorBlob]:
         """Verifies the bundle now, then yields views of the sender's memory."""
         check_slots(manifest.slots, manifest.num_bytes)
+        if any(slot.offset % ALIGNMENT_BYTES for slot in manifest.slots):
+            raise WeightSyncError(f"the slots of version {manifest.version} are not aligned; publish again")
         whole = self._open(manifest)
         if self._stream is None:
             self._stream = torch.cuda.Stream(whole.device)
         with torch.cuda.stream(self._stream):
-            found = device_digest(manifest.version, manifest.slots, whole[: manifest.num_bytes])
+            found = self._checksums.of(manifest.version, manifest.slots, whole)
         if found != manifest.digest:
             raise WeightSyncError(
                 f"version {manifest.version} in the trainer's GPU memory does not match its digest: it was retired "
@@ -146,17 +152,49 @@ class CudaIpcReceiver:
         return self._opened[place]
 
 
-def device_digest(version: int, slots: Sequence[TensorSlot], payload: torch.Tensor) -> str:
-    """32 hex digits from the sums of the payload's words by chunk, hashed with the version and the slot table.
+class _Checksums:
+    """Digests of bundles, whose slots are usually those of the last one: 32 hex digits from the sums of every tensor's
+    words by chunk, hashed with the version and the slot table. They guard against accidents, as the digest of mapped
+    memory does; the sums are taken where the bytes are."""
 
-    Guards against accidents, as the digest of mapped memory does; the sums are taken where the bytes are."""
+    def __init__(self) -> None:
+        self._slots: tuple[TensorSlot, ...] = ()
+        self._chunks: Chunks | None = None
+
+    def of(self, version: int, slots: tuple[TensorSlot, ...], payload: torch.Tensor) -> str:
+        return _digest(version, slots, self._of_slots(slots, payload.device).sums(payload))
+
+    def of_copied(
+        self,
+        version: int,
+        slots: tuple[TensorSlot, ...],
+        sources: Sequence[torch.Tensor],
+        payload: torch.Tensor,
+    ) -> str:
+        """Copies the sources to their slots."""
+        from headrace.kernels.checksum import WIDE_BYTES
+
+        if all(source.data_ptr() % WIDE_BYTES == source.nbytes % WIDE_BYTES == 0 for source in sources):
+            sums = self._of_slots(slots, payload.device).copied_sums(sources, payload)
+            return _digest(version, slots, sums)
+        shares = [payload[slot.offset : slot.offset + slot.num_bytes] for slot in slots]
+        torch._foreach_copy_(shares, list(sources))
+        return self.of(version, slots, payload)
+
+    def _of_slots(self, slots: tuple[TensorSlot, ...], device: torch.device) -> Chunks:
+        if self._chunks is None or slots != self._slots:
+            # Triton is needed on a GPU only.
+            from headrace.kernels.checksum import Chunks
+
+            self._slots = slots
+            self._chunks = Chunks([(slot.offset, slot.num_bytes) for slot in slots], device)
+        return self._chunks
+
+
+def _digest(version: int, slots: Sequence[TensorSlot], sums: torch.Tensor) -> str:
     table = [version, [[s.name, s.dtype, list(s.shape), s.offset, s.num_bytes] for s in slots]]
     whole = hashlib.blake2b(json.dumps(table).encode(), digest_size=16)
-    words = payload.view(torch.int32)
-    num_whole = len(words) // _CHUNK_WORDS * _CHUNK_WORDS
-    sums = words[:num_whole].view(-1, _CHUNK_WORDS).sum(dim=1, dtype=torch.int64)
-    rest = words[num_whole:].sum(dtype=torch.int64)
-    whole.update(torch.cat((sums, rest.unsqueeze(0))).cpu().numpy().tobytes())
+    whole.update(sums.cpu().numpy().tobytes())
     return whole.hexdigest()
 
 

@@ -9,7 +9,7 @@ weights have two bytes: of four-byte weights nearly every one changes with every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -120,8 +120,9 @@ class Fetcher(Protocol):
 class TransportReceiver:
     """Receives by whatever transport a manifest names."""
 
-    def __init__(self) -> None:
-        self._receivers: dict[str, Fetcher] = {}
+    def __init__(self, others: Mapping[str, Fetcher] | None = None) -> None:
+        """``others``: ways that are not a transport's, by the name a manifest gives them."""
+        self._receivers: dict[str, Fetcher] = dict(others or {})
 
     def receive(
         self, manifest: WeightManifest, base: Iterable[TensorBlob] = ()

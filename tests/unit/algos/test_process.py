@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.algos.process import FORMS, min_form, potential_form, sum_form, token_advantages
+from headrace.algos.process import (
+    FORMS,
+    min_form,
+    potential_form,
+    sum_form,
+    token_advantages,
+    trajectory_advantages,
+)
 
 SCORES = [np.array([0.2, 0.9, -0.3]), np.array([0.5]), np.array([-1.0, 0.4])]
 ENDS = [np.array([2, 3, 7]), np.array([4]), np.array([1, 3])]
@@ -72,3 +79,26 @@ def test_an_attempt_without_scores_keeps_its_outcome_and_moves_no_baseline(form)
     np.testing.assert_array_equal(found[0], alone[0])
     np.testing.assert_array_equal(found[2], alone[1])
     assert token_advantages(outcome, [nothing] * 3, [nothing] * 3, form=form, weight=1.0) == outcome
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_trajectory_begins_anew_and_is_compared_with_those_in_its_place(form):
+    """The last attempt was not scored, the second has one trajectory, and the third one without any token."""
+    nothing = (np.zeros(0, np.int32), np.zeros(0, np.float32))
+    pairs = list(zip(ENDS, SCORES, strict=True))
+    steps = [[pairs[0], pairs[1]], [pairs[2]], [pairs[1], nothing], []]
+    outcome = [1.0, -1.0, 0.5, 2.0]
+    found = trajectory_advantages(outcome, steps, form=form, weight=0.3)
+    first = token_advantages(
+        outcome[:3],
+        [ENDS[0], ENDS[2], ENDS[1]],
+        [SCORES[0], SCORES[2], SCORES[1]],
+        form=form,
+        weight=0.3,
+    )
+    (second,) = token_advantages(outcome[:1], [ENDS[1]], [SCORES[1]], form=form, weight=0.3)
+    np.testing.assert_allclose(found[0], np.concatenate([first[0], second]))
+    np.testing.assert_allclose(found[1], first[1])
+    np.testing.assert_allclose(found[2], first[2])
+    assert found[3] == 2.0
+    assert trajectory_advantages(outcome, [[]] * 4, form=form, weight=0.3) == outcome

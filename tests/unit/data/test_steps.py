@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.data.rendering import Renderer, make_char_tokenizer
-from headrace.data.steps import StepRule, parse_rule, split, step_borders
+from headrace.data.steps import (
+    StepRule,
+    continued,
+    in_order,
+    judge_versions,
+    parse_rule,
+    split,
+    step_borders,
+)
 from headrace.errors import ConfigError
 from headrace.types import (
     NO_KV,
@@ -114,3 +124,44 @@ def test_borders_are_those_of_wholly_scored_attempts():
     assert ends.tolist() == [2, 5]
     assert scores.tolist() == [0.0, 1.0]
     assert [len(step_borders(group, a)[0]) for a in (1, 2)] == [0, 0]
+
+
+def told(ends):
+    return ScoreColumn(
+        source="process",
+        group=0,
+        attempt=0,
+        step_ends=np.array(ends, np.int32),
+        step_scores=np.array(ends, np.float32) / 10,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ends", "order", "wanted", "scores"),
+    [
+        ([2, 4, 7, 9, 10], [0, 2, 1], [2, 4, 5, 8, 10], [2, 4, 10, 7, 9]),
+        ([2, 4, 7, 9, 10], [2], [1], [10]),
+        ([2, 4, 7, 9, 10], [3, 1], [3, 5], [7, 9]),
+        ([2, 4, 7], [0, 2, 1], [2, 4], [2, 4]),
+        ([2, 4, 7], [1, 0, 2], [3], [7]),
+        ([2], [0, 1, 2], [2], [2]),
+        ([], [0, 1, 2], [], []),
+    ],
+    ids=["all", "one", "an empty turn", "the second untold", "the first in part", "cut short", "nothing"],
+)
+def test_steps_follow_their_turns_into_the_order_of_trajectories(ends, order, wanted, scores):
+    """Turns of 4, 5, 1 and 0 tokens; what comes behind a turn that was not told to its end is left out."""
+    column = in_order(told(ends), [4, 5, 1, 0], order)
+    assert column.step_ends.tolist() == wanted
+    assert column.step_scores.tolist() == pytest.approx([score / 10 for score in scores])
+    assert column.step_ends.dtype == np.int32 and column.step_scores.dtype == np.float32
+    versions = replace(told(ends), versions=np.array(ends, np.int32))
+    assert in_order(versions, [4, 5, 1, 0], order).versions.tolist() == scores
+
+
+def test_columns_of_a_judge_that_changed_go_on_step_by_step():
+    first, second = told([2, 4]), replace(told([7]), versions=np.array([3], np.int32))
+    assert continued(first, told([7])).versions is None
+    assert judge_versions(continued(first, second)).tolist() == [0, 0, 3]
+    assert judge_versions(continued(second, told([]))).tolist() == [3]
+    assert continued(first, second).step_ends.tolist() == [2, 4, 7]

@@ -19,6 +19,7 @@ from headrace.models.route_recording import RouteRecorder
 from headrace.models.routers import routers
 from headrace.models.tensors import to_blobs
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
+from headrace.types import ForkPoint
 
 VOCAB = 61
 EXECUTORS = ["plain", "device"]
@@ -112,6 +113,70 @@ def test_blocks_taken_over_bring_their_routes(moe, make_request, run_engine, kin
         for request in wave:
             check_against_plain(moe, request, done[request.id])
     assert engine.counters()["cache_hit_tokens"] >= 7 * 48
+
+
+def branches_of(root, completion, pivot, num=3):
+    """Requests that leave the root after ``pivot`` of its sampled tokens."""
+    prompt = np.concatenate([root.prompt_ids, completion.token_ids[:pivot]])
+    fork = ForkPoint(request_id=root.id, num_tokens=len(prompt), version=0)
+    return [
+        replace(root, id=f"b{i}", prompt_ids=prompt, seed=100 + i, hold_s=0.0, fork=fork) for i in range(num)
+    ]
+
+
+@pytest.mark.parametrize("kind", EXECUTORS)
+@pytest.mark.parametrize("pivot", [1, 18, 33, 59])
+def test_a_branch_has_the_routes_of_what_it_shares_with_its_root(moe, make_request, run_engine, kind, pivot):
+    root = replace(make_request("root", prompt=30, max_tokens=60), hold_s=60.0)
+    engine = engine_with(moe, kind)
+    completion = run_engine(engine, root)["root"]
+    family = branches_of(root, completion, pivot)
+    done = run_engine(engine, *family)
+    num_shared = (30 + pivot - 1) // 16 * 16
+    assert engine.counters()["forked_tokens"] == 3 * num_shared
+    for request in family:
+        routing = check_against_plain(moe, request, done[request.id])
+        # Not only the same set: the very rows the root's passes recorded.
+        np.testing.assert_array_equal(routing.experts[:num_shared], completion.routing.experts[:num_shared])
+
+
+@pytest.mark.parametrize("kind", EXECUTORS)
+def test_a_branch_that_was_sent_back_keeps_the_routes_of_what_it_shared(moe, make_request, run_engine, kind):
+    """Memory is so short that branches lose their blocks, and with them those of the root, on the way."""
+    root = replace(make_request("root", prompt=30, max_tokens=60), hold_s=60.0)
+    engine = engine_with(moe, kind, kv_tokens=192)
+    completion = run_engine(engine, root)["root"]
+    family, others = branches_of(root, completion, 33), [make_request("o", prompt=60, max_tokens=100)]
+    done = run_engine(engine, *family, *others)
+    counters = engine.counters()
+    assert counters["forks"] == 3 and counters["preemptions"] > 0
+    for request in (*family, *others):
+        check_against_plain(moe, request, done[request.id])
+
+
+@pytest.mark.parametrize("kind", EXECUTORS)
+def test_a_branch_that_goes_on_elsewhere_takes_the_routes_of_what_it_shared_along(
+    moe, make_request, run_engine, kind, tmp_path
+):
+    """Interrupted after a snapshot or two; the other engine has other weights and none of the root's blocks."""
+    root = replace(make_request("root", prompt=30, max_tokens=60), hold_s=60.0)
+    engine = engine_with(moe, kind)
+    completion = run_engine(engine, root)["root"]
+    (branch,) = branches_of(root, completion, 33, num=1)
+    engine.submit(branch)
+    known = completions.EMPTY
+    while known.num_tokens < 12:
+        engine.step()
+        for _, snapshot in engine.progress(5):
+            known = completions.join(known, completions.tail(snapshot, known.num_tokens))
+    later = engine_with(moe, kind)
+    later.apply(1, list(to_blobs(make_moe(tmp_path, seed=1))))
+    whole = run_engine(later, replace(branch, prefix=known))["b0"]
+    num_known = 63 + known.num_tokens - 1
+    tokens = np.concatenate((branch.prompt_ids, whole.token_ids))
+    assert whole.routing.recorded.tolist() == [True] * (len(tokens) - 1) + [False]
+    expected = plain_routes(moe, tokens)[:num_known]
+    np.testing.assert_array_equal(np.sort(whole.routing.experts, -1)[:num_known], expected)
 
 
 @pytest.mark.parametrize("kind", EXECUTORS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,16 +16,20 @@ from hypothesis import strategies as st
 
 from headrace.algos.advantages import grpo
 from headrace.algos.process import token_advantages
-from headrace.data.steps import StepRule, split, step_borders
+from headrace.data.record_checks import Limits
+from headrace.data.steps import StepRule, judge_versions, split, step_borders
 from headrace.engines.scripted import ScriptedEngine, hashed_script
 from headrace.errors import RoleError
 from headrace.observe.verdict import hidden_share
 from headrace.plan import virtual_clock
+from headrace.replay.check import check_recording
+from headrace.replay.view import group_lines
 from headrace.runtime.journal import read
 from headrace.runtime.plan import ProcessPlan
+from headrace.runtime.recording import read_recording
 from headrace.runtime.state import RunState
 from headrace.trainers.scripted import ScriptedTrainer
-from headrace.types import RoleStatus, Trajectory
+from headrace.types import RoleStatus, ScoreColumn, StepScores, Trajectory
 
 RULE = StepRule(kind="tokens", num_tokens=5)
 
@@ -38,7 +43,7 @@ class ScriptedSteps:
         self._working = asyncio.Lock()
         self.asked: list[tuple[str, int]] = []
         """(attempt, where the step ends), for every score given."""
-        self.num_tokens = 0
+        self.num_tokens = self.version = 0
 
     async def score_steps(self, question):
         async with self._working:
@@ -47,7 +52,8 @@ class ScriptedSteps:
             await asyncio.sleep(self._seconds + self._token_s * new)
         self._seen[question.attempt] = len(question.token_ids)
         self.note(question)
-        return self.answer(question.token_ids, question.ends, question.num_prompt, question.num_known)
+        scores = self.answer(question.token_ids, question.ends, question.num_prompt, question.num_known)
+        return StepScores(scores=scores, version=self.version)
 
     def note(self, question):
         new = question.ends[question.num_known :] - question.num_prompt
@@ -153,6 +159,30 @@ def test_steps_judged_on_the_way_are_those_of_the_finished_text(tmp_path, form, 
         np.testing.assert_allclose(sample.advantages[sample.loss_mask], advantages, atol=1e-6)
 
 
+class LastWord(ScriptedEngine):
+    """Reports its last tokens, and has ended before anybody could do anything about the report."""
+
+    async def generate(self, request, on_progress=None):
+        done = await super().generate(request, on_progress)
+        if on_progress is not None and done.finish_reason != "abort":
+            on_progress(replace(done, finish_reason="abort"))
+        return done
+
+
+def test_a_report_that_the_end_of_its_turn_overtakes_is_not_counted_as_another_turn(tmp_path):
+    pipeline, trainer, _, steps = run(
+        tmp_path,
+        process_plan(),
+        ScriptedSteps,
+        engines=lambda: [LastWord(script=hashed_script(mean_tokens=20), token_s=0.01)],
+    )
+    assert pipeline.state.missing_scores == {}
+    assert len(set(steps.asked)) == len(steps.asked), "no step is scored twice"
+    for key, advantages in expected_advantages(trainer.samples, parity, form="potential", weight=1.0):
+        sample = trainer.samples[key]
+        np.testing.assert_allclose(sample.advantages[sample.loss_mask], advantages, atol=1e-6)
+
+
 class TwoTurns(OneTurn):
     """The second prompt repeats everything before it."""
 
@@ -196,6 +226,152 @@ def test_steps_of_several_turns_are_told_in_order_and_none_reaches_into_the_next
         assert np.ptp(sample.advantages[sample.loss_mask]) > 0
 
 
+class TwoAgents(OneTurn):
+    """Two who take turns, and one of whose words nothing comes: turns 0 and 2, turn 1, and turn 3 in no trajectory."""
+
+    async def run(self, task, policy):
+        start = np.array([int(task.id)], np.int32)
+        first = await policy.sample(start, self._sampling)
+        answer = await policy.sample(np.append(start, np.int32(8)), self._sampling)
+        prompt = np.concatenate([start, first.completion.token_ids, [7, 7]]).astype(np.int32)
+        second = await policy.sample(prompt, self._sampling)
+        await policy.sample(np.append(start, np.int32(9)), self._sampling)
+        return Trajectory(turns=(first, second), text=""), Trajectory(turns=(answer,), text="")
+
+
+class AllSamples(ScriptedTrainer):
+    """Remembers both samples of every attempt, in order."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.samples = {}
+
+    async def step(self, batch):
+        for sample in batch.samples:
+            self.samples.setdefault((sample.group, sample.attempt), []).append(sample)
+        return await super().step(batch)
+
+
+def check_two_agents(samples, form):
+    """Each agent's advantages are those among the same agents of the other attempts."""
+    for group in {group for group, _ in samples}:
+        attempts = [samples[key] for key in sorted(samples) if key[0] == group]
+        assert all(len(agents) == 2 for agents in attempts)
+        outcome = grpo([parity(agents[0]) for agents in attempts])
+        for place in range(2):
+            members = [agents[place] for agents in attempts]
+            ends, scores = zip(*map(steps_of_sample, members), strict=True)
+            wanted = token_advantages(outcome, ends, scores, form=form, weight=1.0)
+            for sample, advantages in zip(members, wanted, strict=True):
+                np.testing.assert_allclose(sample.advantages[sample.loss_mask], advantages, atol=1e-6)
+
+
+def steps_of_sample(sample):
+    """Where its steps end in its sampled tokens, and what the scripted scorer thinks of them; turns lie apart."""
+    ends, scores, before = [], [], 0
+    places = np.flatnonzero(sample.loss_mask)
+    for turn in np.split(sample.token_ids[places], np.flatnonzero(np.diff(places) > 1) + 1):
+        here = split(turn, np.zeros(len(turn), np.float32), RULE, finished=True)
+        scores += [turn[a:b].mean() / 100 for a, b in pairwise([0, *here.tolist()])]
+        ends += (here + before).tolist()
+        before += len(turn)
+    return np.array(ends), np.array(scores, np.float32)
+
+
+def two_agents(run_dir, plan):
+    """The scorer is so slow that turns end while it is asked about the one before."""
+    return make_pipeline(
+        run_dir,
+        plan,
+        engines=[ScriptedEngine(script=hashed_script(mean_tokens=12), token_s=0.01)],
+        environment=TwoAgents(max_tokens=32),
+        trainer=AllSamples(),
+        process=ScriptedSteps(token_s=0.002),
+    )
+
+
+@pytest.mark.parametrize("form", ["sum", "min", "potential"])
+def test_steps_of_several_trajectories_belong_to_the_trajectory_they_were_sampled_in(tmp_path, form):
+    async def main():
+        pipeline = two_agents(tmp_path, process_plan(plan={"form": form}))
+        await pipeline.run()
+        return pipeline
+
+    pipeline = virtual_clock.run(main())
+    assert pipeline.state.missing_scores == {}
+    assert len(pipeline._trainer.samples) == 36
+    check_two_agents(pipeline._trainer.samples, form)
+    report = check_recording(read_recording(tmp_path), Limits(), seed=0)
+    assert report.num_checked["steps"] >= 36
+    assert not [found for found in report.faults if found.check in ("steps", "group", "episode")]
+
+
+def test_a_source_that_is_asked_at_the_end_counts_trajectories_one_after_the_other(tmp_path):
+    class Halves:
+        """Two steps for each trajectory."""
+
+        name, required, per_attempt, concurrency, deadline_s = "halves", False, True, 9, 5.0
+
+        async def score(self, task, episodes):
+            columns = []
+            for episode in episodes:
+                sizes = [sum(t.completion.num_tokens for t in one.turns) for one in episode.trajectories]
+                ends = [e for a, b in pairwise([0, *np.cumsum(sizes).tolist()]) for e in ((a + b) // 2, b)]
+                columns.append(
+                    ScoreColumn(
+                        source=self.name,
+                        group=episode.group,
+                        attempt=episode.attempt,
+                        step_ends=np.unique([e for e in ends if e]).astype(np.int32),
+                        step_scores=np.ones(len({e for e in ends if e}), np.float32),
+                    )
+                )
+            return columns
+
+    async def main():
+        pipeline = make_pipeline(
+            tmp_path,
+            make_plan(checkpoint_every=2),
+            engines=[ScriptedEngine(script=hashed_script(mean_tokens=12), token_s=0.01)],
+            environment=TwoAgents(max_tokens=32),
+            sources=[Halves()],
+        )
+        return await pipeline.run()
+
+    assert virtual_clock.run(main()).missing_scores == {}
+    report = check_recording(read_recording(tmp_path), Limits(), seed=0)
+    assert report.num_checked["steps"] > 0
+    assert not [found for found in report.faults if found.check == "steps"]
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(lives=st.lists(st.floats(0.0, 2.0), max_size=4), checkpoint_every=st.integers(0, 2))
+def test_several_trajectories_killed_at_random_moments(lives, checkpoint_every):
+    plan, samples = process_plan(steps=4, checkpoint_every=checkpoint_every), {}
+
+    async def one_life(run_dir, life_s):
+        pipeline = two_agents(run_dir, plan)
+        task = asyncio.ensure_future(pipeline.run())
+        done, _ = await asyncio.wait({task}, timeout=life_s)
+        if not done:
+            pipeline._journal.flush = lambda: None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return pipeline.state if done else None, pipeline._trainer.samples
+
+    with tempfile.TemporaryDirectory() as name:
+        for life_s in (*lives, None):
+            state, trained = virtual_clock.run(one_life(Path(name), life_s))
+            samples |= trained
+            report = check_recording(read_recording(Path(name)), Limits(), seed=0)
+            assert not [found for found in report.faults if found.check == "steps"]
+            if state is not None:
+                break
+    assert state.step == 4 and state.missing_scores == {}
+    assert len(samples) == 4 * 2 * 3
+    check_two_agents(samples, "potential")
+
+
 def test_most_steps_are_judged_before_their_attempt_ends_and_cost_their_new_tokens_only(tmp_path):
     beside = []
 
@@ -208,6 +384,36 @@ def test_most_steps_are_judged_before_their_attempt_ends_and_cost_their_new_toke
     early = sum(count for count, last in beside if not last)
     assert early > 0.6 * sum(count for count, _ in beside)
     assert steps.num_tokens == sum(sample.num_tokens for sample in trainer.samples.values())
+
+
+def test_scores_say_which_version_of_the_judge_gave_them(tmp_path):
+    """It changes every 25 questions, in the middle of attempts and between those of a group."""
+
+    class Learning(ScriptedSteps):
+        num_asked = 0
+
+        async def score_steps(self, question):
+            self.num_asked += 1
+            self.version = self.num_asked // 25
+            said = await super().score_steps(question)
+            return replace(said, scores=np.full_like(said.scores, said.version))
+
+    run(tmp_path, process_plan(), Learning)
+    again, mixed, groups = RunState(), 0, 0
+    for record in read(tmp_path / "journal", 0):
+        again.apply(record)
+        if record["kind"] == "scored":
+            for column in again.live(record["group"]).scored.scores:
+                # This judge says its version, so a version that came off would show.
+                np.testing.assert_array_equal(judge_versions(column), column.step_scores)
+                mixed += np.ptp(judge_versions(column)) > 0
+                groups += 1
+    assert groups == 36 and mixed > 0
+    report = check_recording(read_recording(tmp_path), Limits(), seed=0)
+    assert not [found for found in report.faults if found.check == "steps"]
+    recorded = read_recording(tmp_path).groups[1]
+    shown = [line for line in group_lines(recorded, None) if line.startswith("  scores")]
+    assert len(shown) == 3 and any("given by 0 x" in line or "given by 1 x" in line for line in shown)
 
 
 def test_scoring_hides_behind_generation(tmp_path):
@@ -270,7 +476,7 @@ class Hopeless(ScriptedSteps):
     async def score_steps(self, question):
         self.note(question)
         value = -1.0 if question.attempt.endswith("/0") else 1.0
-        return np.full(len(question.ends) - question.num_known, value, np.float32)
+        return StepScores(scores=np.full(len(question.ends) - question.num_known, value, np.float32))
 
 
 @pytest.mark.parametrize("mode", ["never", "abort", "drain"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,11 @@ class NotANumber(Teacher):
         return [column]
 
 
+class ManyVersions(Teacher):
+    def answer(self, episodes):
+        return [replace(column, versions=np.arange(2, dtype=np.int32)) for column in super().answer(episodes)]
+
+
 class Dead(Teacher):
     def answer(self, episodes):
         raise RoleError("teacher-0 died")
@@ -179,6 +185,7 @@ class Mistaken(Teacher):
         (TooShort, "invalid", "0 columns for 1 attempts"),
         (NotANumber, "invalid", "not finite"),
         (Mistaken, "invalid", "was asked about"),
+        (ManyVersions, "invalid", "2 versions of it for 1 scores"),
         (Dead, "dead", "teacher-0 died"),
         (Broken, "failed", "no such tensor"),
     ],

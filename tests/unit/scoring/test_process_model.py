@@ -57,7 +57,7 @@ def ask(model, ids, ends, *, attempt="0/0", num_known=0, last=False):
     (answer,) = model.score([question(ids, ends, attempt=attempt, num_known=num_known, last=last)])
     if isinstance(answer, Exception):
         raise answer
-    return answer
+    return answer.scores
 
 
 def question(ids, ends, *, attempt="0/0", num_known=0, last=False):
@@ -125,7 +125,7 @@ def test_many_attempts_in_one_pass_are_scored_as_each_alone():
     *answers, fault = model.score([*asked, question(TEXT + np.int32(VOCAB), ENDS, attempt="bad")])
     assert isinstance(fault, TaskError)
     for answer, wanted in zip(answers, alone, strict=True):
-        np.testing.assert_allclose(answer, wanted, atol=1e-5)
+        np.testing.assert_allclose(answer.scores, wanted, atol=1e-5)
 
 
 def test_a_pass_holds_no_more_than_it_may(monkeypatch):
@@ -133,7 +133,9 @@ def test_a_pass_holds_no_more_than_it_may(monkeypatch):
     texts = [TEXT[:n] for n in (90, 60, 31, 20)]
     asked = [question(t, np.array([5, len(t)]), attempt=str(i)) for i, t in enumerate(texts)]
     for text, answer in zip(texts, process_model().score(asked), strict=True):
-        np.testing.assert_allclose(answer, ask(process_model(), text, np.array([5, len(text)])), atol=1e-5)
+        np.testing.assert_allclose(
+            answer.scores, ask(process_model(), text, np.array([5, len(text)])), atol=1e-5
+        )
 
 
 def test_the_score_is_that_of_the_model_itself():
@@ -176,6 +178,23 @@ def test_other_tokens_under_the_same_name_are_read_anew():
     model, other = process_model(), TEXT[::-1].copy()
     ask(model, TEXT[:31], ENDS[:3])
     np.testing.assert_allclose(ask(model, other, ENDS), ask(process_model(), other, ENDS), atol=1e-5)
+
+
+@pytest.mark.parametrize("marker", [(), (7, 8)])
+def test_the_steps_of_a_second_turn_are_not_taken_for_those_of_the_first(marker):
+    """Its prompt repeats the first turn, whose text is remembered and whose steps lie elsewhere."""
+    model, second = process_model(marker=marker), np.array([60, 75, 90])
+    ask(model, TEXT[:50], np.array([9, 30, 50]))
+    wanted = ask(process_model(marker=marker), TEXT, second)
+    np.testing.assert_allclose(ask(model, TEXT, second, last=True), wanted, atol=1e-5)
+    if not marker:
+        assert model.counters()["read_tokens"] == len(TEXT), "what was read of the first turn is used"
+
+
+def test_steps_inside_what_was_read_without_judging_them_are_read_again():
+    model, others = process_model(), np.array([20, 40, 90])
+    ask(model, TEXT[:60], ENDS[:4])
+    np.testing.assert_allclose(ask(model, TEXT, others), ask(process_model(), TEXT, others), atol=1e-5)
 
 
 def test_an_answer_that_was_lost_is_given_again_without_reading():

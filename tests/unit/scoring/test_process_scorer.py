@@ -7,7 +7,7 @@ import pytest
 
 from headrace.errors import RewardError
 from headrace.scoring.process_scorer import ProcessScorer, StepFunction
-from headrace.types import StepQuestion, Task
+from headrace.types import StepQuestion, StepScores, Task
 
 TASK = Task(id="7", prompt="p", columns={"answer": "bd"})
 IDS = np.array([0, 1, 2, 3, 4], np.int32)
@@ -34,8 +34,8 @@ def ask(function, *, threaded=False, num_known=0):
     async def main():
         core = StepFunction(function, name="judge", decode=letters)
         scorer = ProcessScorer(core, threaded=threaded)
-        scores = await scorer.score_steps(question(num_known))
-        return scores, await scorer.status()
+        said = await scorer.score_steps(question(num_known))
+        return said.scores, await scorer.status()
 
     return asyncio.run(main())
 
@@ -51,6 +51,20 @@ def test_a_function_gets_what_it_declares_and_scores_every_step(threaded):
     assert scores.dtype == np.float32
     assert status.progress == 2
     assert set(status.seconds) == {"loading", "working", "idle-no-work"}
+
+
+def test_a_function_that_changes_says_which_version_judged():
+    def judge(steps):
+        judge.version += 1
+        return [float(judge.version)] * len(steps)
+
+    judge.version = 3
+
+    async def main():
+        scorer = ProcessScorer(StepFunction(judge, name="judge", decode=letters), threaded=False)
+        return [await scorer.score_steps(question(attempt=name)) for name in "ab"]
+
+    assert [said.version for said in asyncio.run(main())] == [3, 4]
 
 
 def test_what_is_known_is_left_out():
@@ -81,7 +95,10 @@ class Passes:
 
     def score(self, questions):
         self.passes.append([q.attempt for q in questions])
-        return [ValueError("odd") if q.attempt == "bad" else np.zeros(2, np.float32) for q in questions]
+        return [
+            ValueError("odd") if q.attempt == "bad" else StepScores(scores=np.zeros(2, np.float32))
+            for q in questions
+        ]
 
     def counters(self):
         return {}
@@ -98,7 +115,7 @@ def test_questions_that_wait_share_a_pass_and_a_fault_is_its_own():
 
     passes, (first, second, third) = asyncio.run(main())
     assert passes == [["a", "bad", "c"]]
-    assert first.shape == third.shape == (2,)
+    assert first.scores.shape == third.scores.shape == (2,)
     assert isinstance(second, RewardError)
     assert "attempt bad: ValueError: odd" in str(second)
 

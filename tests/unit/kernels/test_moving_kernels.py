@@ -1,0 +1,69 @@
+"""Kernels that move or add up bytes, against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import DEVICE, require_kernels
+
+require_kernels()
+
+from headrace.kernels.checksum import Chunks  # noqa: E402
+from headrace.kernels.many_copies import ManyCopies  # noqa: E402
+
+
+def bundle():
+    """Extents of tensors in a payload, one longer than a chunk, and the sizes' sum."""
+    sizes = (48, (1 << 20) + 4096 * 4 + 16, 16, 8192)
+    offsets = [sum(-(-size // 64) * 64 for size in sizes[:i]) for i in range(len(sizes) + 1)]
+    return list(zip(offsets, sizes, strict=False)), offsets[-1]
+
+
+def test_sums_are_those_of_torch_chunk_by_chunk():
+    extents, num_bytes = bundle()
+    payload = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=DEVICE)
+    expected = [
+        int(chunk.view(torch.int32).long().sum())
+        for offset, size in extents
+        for chunk in payload[offset : offset + size].split(1 << 20)
+    ]
+    assert Chunks(extents, DEVICE).sums(payload).tolist() == expected
+
+
+def test_copying_writes_the_payload_and_sums_alike():
+    extents, num_bytes = bundle()
+    sources = [torch.randint(0, 256, (size,), dtype=torch.uint8, device=DEVICE) for _, size in extents]
+    payload = torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE)
+    chunks = Chunks(extents, DEVICE)
+    sums = chunks.copied_sums(sources, payload)
+    for (offset, size), source in zip(extents, sources, strict=True):
+        assert torch.equal(payload[offset : offset + size], source)
+    assert torch.equal(sums, chunks.sums(payload))
+    payload[extents[1][0] + 5] += 1
+    assert not torch.equal(sums, chunks.sums(payload))
+
+
+def parts_of(memory):
+    """Rows, columns, rows of every expert, columns of every expert, part of a row."""
+    return [memory[0][4:8], memory[1][2:7, 4:8], memory[2][:, 2:4], memory[3][:, :, 4:8], memory[1][0, :3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_many_copies_write_their_views_and_nothing_else(dtype):
+    shapes = ((12, 70), (9, 12), (3, 8, 10), (3, 6, 8))
+    memory = [torch.zeros(shape, dtype=dtype, device=DEVICE) for shape in shapes]
+    expected = [tensor.clone() for tensor in memory]
+    views, places = parts_of(memory), parts_of(expected)
+    sources = [torch.randn(view.shape, device=DEVICE).to(dtype) for view in views]
+    for place, source in zip(places, sources, strict=True):
+        place.copy_(source)
+    copies = ManyCopies(views)
+    copies.copy_from([torch.randn_like(source) for source in sources])
+    copies.copy_from(sources)
+    for found, wanted in zip(memory, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_a_view_that_is_no_rows_is_refused():
+    with pytest.raises(AssertionError, match="one constant stride apart"):
+        ManyCopies([torch.zeros((4, 6, 8), device=DEVICE)[:, ::2, 1:3].transpose(0, 1)])
