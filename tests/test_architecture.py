@@ -61,6 +61,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     **dict.fromkeys(WORKERS, CONTRACT | PURE),
     "kernels": frozenset({"errors"}),
     "engines": CONTRACT | PURE | {"models", "kernels"},
+    # Kernels are leaves; here they move weights.
+    "models": CONTRACT | PURE | {"kernels"},
+    "weights": CONTRACT | PURE | {"kernels"},
     "trainers": CONTRACT | PURE | {"models"},
     "runtime": CONTRACT | PURE,
     "plan": CONTRACT | PURE | {"config", "runtime"},
