@@ -7,7 +7,7 @@ what shows only in a group's tokens is found there (``runtime.teachers``).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from headrace.protocols import Engine, Sink
 from headrace.runtime.linked_weights import LinkedWeights
 from headrace.runtime.snapshots import DelayedWeights
 from headrace.runtime.teachers import Teacher, Teachers
+
+_OF_THE_FILE = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "peft_version")
+"""Entries of a configuration that say nothing of what is computed."""
 
 
 def names(settings: Settings) -> tuple[str, ...]:
@@ -66,7 +69,8 @@ def _teacher(settings: Settings, name: str, engine: Engine, sink: Sink) -> Teach
         follower = DelayedWeights(engine, lag=lag, deadline_s=settings.run.update_s, warn=warn)
         return Teacher(engine, snapshots=follower)
     directory = _directory(settings, name)
-    link = LinkedWeights(engine, directory, deadline_s=settings.run.stall_s, check=check_alike, warn=warn)
+    check = likeness(directory.resolve())
+    link = LinkedWeights(engine, directory, deadline_s=settings.run.stall_s, check=check, warn=warn)
     return Teacher(engine, vocab_size=_vocab_size(directory), link=link)
 
 
@@ -79,24 +83,42 @@ def distillation(settings: Settings) -> Any:
     return Distillation(divergence=settings.distill.divergence, coef=settings.distill.coef)
 
 
-def check_alike(old: Path, new: Path) -> None:
-    """Raise ModelError unless a model may take another's place in a running engine: it has the same configuration,
-    tensors of the same names and shapes, and the same tokens."""
+def description(directory: Path) -> dict[str, dict[str, Any]]:
+    """What a model must share with another to take its place in a running engine: its configuration, names and shapes
+    of its tensors, and its tokens."""
+    found = {}
     for what, of in (
-        ("a configuration", _configuration),
-        ("a set of tensors", _shapes),
-        ("a tokenizer", _vocabulary),
+        ("configuration", _configuration),
+        ("set of tensors", _shapes),
+        ("tokenizer", _vocabulary),
     ):
         try:
-            before, after = of(old) or {}, of(new) or {}
+            found[what] = of(directory) or {}
         except (OSError, ValueError, SafetensorError) as error:
-            raise ModelError(f"{new} has {what} that cannot be read ({error}); write it again") from error
-        other = sorted(map(str, {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}))
-        if other:
             raise ModelError(
-                f"{new} has {what} unlike that of {old} ({', '.join(other[:3])}); restart the run with it, or link to "
-                "a checkpoint of the same model"
-            )
+                f"{directory} has a {what} that cannot be read ({error}); write it again"
+            ) from error
+    return found
+
+
+def likeness(old: Path) -> Callable[[Path], None]:
+    """A check that raises ModelError unless a model may take the place of the one that lies here now. That one is read
+    at once: its files may be gone when another comes."""
+    before = description(old)
+
+    def check(new: Path) -> None:
+        for what, after in description(new).items():
+            if not after and before[what]:
+                raise ModelError(f"{new} has no {what}; link to a directory written by save_pretrained")
+            known = before[what]
+            other = sorted(map(str, {k for k in known.keys() | after.keys() if known.get(k) != after.get(k)}))
+            if other:
+                raise ModelError(
+                    f"{new} has a {what} unlike that of {old} ({', '.join(other[:3])}); restart the run with it, or "
+                    "link to a checkpoint of the same model"
+                )
+
+    return check
 
 
 def check_tokenizers(settings: Settings) -> None:
@@ -132,13 +154,14 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
     return {**pairs, **added}
 
 
-def _configuration(directory: Path) -> dict[str, Any]:
-    """What a model computes, without what only says how and by whom it was saved."""
-    file = directory / "config.json"
-    if not file.is_file():
-        raise ModelError(f"{directory} has no config.json; link to a directory written by save_pretrained")
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return {k: v for k, v in content.items() if k not in ("dtype", "torch_dtype", "transformers_version")}
+def _configuration(directory: Path) -> dict[str, Any] | None:
+    """What a model or an adapter computes, without what only says how, whence and by whom it was saved; None: it does
+    not say."""
+    for file in (directory / "adapter_config.json", directory / "config.json"):
+        if file.is_file():
+            content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            return {name: value for name, value in content.items() if name not in _OF_THE_FILE}
+    return None
 
 
 def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:

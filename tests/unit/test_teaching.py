@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -97,29 +98,57 @@ def tiny(directory: Path, **changes: object) -> Path:
 
 def test_a_model_that_may_take_anothers_place_has_its_shape_and_tokens(tmp_path):
     old, new = tiny(tmp_path / "old"), tiny(tmp_path / "new", seed=1)
-    teaching.check_alike(old, new)
+    check = teaching.likeness(old)
+    check(new)
     load_model(new).to(torch.bfloat16).save_pretrained(new)
-    teaching.check_alike(old, new)
+    check(new)
+    config = json.loads((new / "config.json").read_text())
+    (new / "config.json").write_text(json.dumps({**config, "_name_or_path": "elsewhere"}))
+    check(new)
+
+
+def test_the_model_whose_place_is_taken_may_be_gone(tmp_path):
+    """Who writes checkpoints in turn removes the last one as soon as the link points to the next."""
+    old, new = tiny(tmp_path / "old"), tiny(tmp_path / "new", seed=1)
+    check = teaching.likeness(old)
+    shutil.rmtree(old)
+    check(new)
+    with pytest.raises(ModelError, match="wide has a configuration unlike that of"):
+        check(tiny(tmp_path / "wide", hidden_size=32))
+
+
+def test_an_adapter_may_take_the_place_of_one_of_its_shape(tmp_path):
+    def adapter(name, rank, start=0.0):
+        (tmp_path / name).mkdir()
+        told = {"base_model_name_or_path": "base", "r": rank}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(told))
+        save_file({"a": torch.full((rank, 3), start)}, tmp_path / name / "adapter_model.safetensors")
+        return tmp_path / name
+
+    check = teaching.likeness(adapter("old", 2))
+    check(adapter("new", 2, start=1.0))
+    with pytest.raises(ModelError, match=r"wide has a configuration unlike that of .*old \(r\)"):
+        check(adapter("wide", 4))
 
 
 def test_a_model_that_may_not_is_told_why(tmp_path):
-    old = tiny(tmp_path / "old")
+    check = teaching.likeness(tiny(tmp_path / "old"))
     with pytest.raises(
         ModelError, match=r"wide has a configuration unlike that of .*old \(head_dim, hidden_size"
     ):
-        teaching.check_alike(old, tiny(tmp_path / "wide", hidden_size=32))
+        check(tiny(tmp_path / "wide", hidden_size=32))
     cut = tiny(tmp_path / "cut")
     tensors = load_file(cut / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, cut / "model.safetensors")
     with pytest.raises(ModelError, match=r"cut has a set of tensors unlike that of .*model\.norm\.weight"):
-        teaching.check_alike(old, cut)
+        check(cut)
     (cut / "model.safetensors").write_bytes(b"short")
     with pytest.raises(ModelError, match="cut has a set of tensors that cannot be read"):
-        teaching.check_alike(old, cut)
+        check(cut)
     foreign = tiny(tmp_path / "foreign")
     (foreign / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"b": 0, "a": 1}}}))
     with pytest.raises(ModelError, match=r"foreign has a tokenizer unlike that of .*old \(a, b\)"):
-        teaching.check_alike(old, foreign)
-    with pytest.raises(ModelError, match=r"gone has no config\.json"):
-        teaching.check_alike(old, tmp_path / "gone")
+        check(foreign)
+    with pytest.raises(ModelError, match="gone has no configuration"):
+        check(tmp_path / "gone")

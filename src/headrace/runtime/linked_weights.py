@@ -33,11 +33,11 @@ class LinkedWeights:
         link: Path,
         *,
         deadline_s: float,
-        check: Callable[[Path, Path], None] = lambda old, new: None,
+        check: Callable[[Path], None] = lambda folder: None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """The engine has the weights the link points to now. ``check`` raises ModelError for a folder (the second)
-        that cannot take the place of another."""
+        """The engine has the weights the link points to now. ``check`` raises ModelError for a folder that cannot take
+        their place."""
         self._engine = engine
         self._link = link
         self._deadline_s = deadline_s
@@ -77,7 +77,7 @@ class LinkedWeights:
 
     async def _give(self, folder: Path, version: int) -> None:
         try:
-            self._check(self._folder, folder)
+            self._check(folder)
             self._announced = version
             async with asyncio.timeout(self._deadline_s):
                 self._arrived(await self._engine.apply(_manifest(folder, version)))

@@ -60,8 +60,8 @@ def test_the_engine_is_given_what_the_link_points_to_once_a_version(link):
 
 
 def test_a_folder_that_cannot_be_taken_is_named_once_and_left_out(link):
-    def check(old, new):
-        if new.name == "other":
+    def check(folder):
+        if folder.name == "other":
             raise ModelError("other has another configuration; restart the run with it")
 
     async def main():
