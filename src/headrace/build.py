@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -284,14 +285,15 @@ def route(settings: Settings, place: str | None = None) -> Route:
     """How weights reach the engines. All roles are on this machine and its one device, ``place`` (None: that of
     the settings)."""
     w = settings.weights
-    # A teacher that follows late takes versions as they were, each by itself.
-    bundle = "full" if settings.distill.snapshots and w.bundle == "auto" else w.bundle
-    return choose(
+    followed = bool(settings.distill.snapshots) and w.bundle == "auto"
+    chosen = choose(
         w.transport,
-        bundle,
+        "full" if followed else w.bundle,
         device=place or device(settings.model.device),
         item_bytes=2 if dtype(settings, place) == "bfloat16" else 4,
     )
+    why = "a teacher that follows late (distill.teachers) takes versions each by itself"
+    return replace(chosen, why_bundle=why) if followed else chosen
 
 
 def check_packages(settings: Settings) -> None:

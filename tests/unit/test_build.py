@@ -63,3 +63,12 @@ def test_split_and_subset_of_a_dataset_are_options_of_the_source(tmp_path):
     chosen = {"tasks.source": f"hf:{tmp_path / 'saved'}", "tasks.options": {"split": "test"}}
     source = build.task_source(from_dict({**chosen, "tasks.shuffle": False}))
     assert source.task(3).prompt == "q3"
+
+
+def test_what_a_snapshot_makes_of_the_bundle_is_said():
+    asked = {"model.device": "cpu", "model.dtype": "bfloat16", "weights.transport": "files"}
+    assert build.route(from_dict(asked)).bundle == "delta"
+    followed = build.route(from_dict({**asked, "distill.teachers": {"past": "snapshot:2"}}))
+    assert followed.bundle == "full" and "distill.teachers" in followed.why_bundle
+    chosen = {**asked, "distill.teachers": {"past": "snapshot:2"}, "weights.bundle": "full"}
+    assert build.route(from_dict(chosen)).why_bundle == "asked for by weights.bundle"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import get_args
 
 from rich.table import Table
@@ -45,8 +46,13 @@ def _columns(plan: MemoryPlan) -> list[tuple[str, dict[Purpose, int]]]:
 
 
 def _span(names: list[str]) -> str:
-    first, last = names[0], names[-1]
-    return first if first == last else f"{first} to {last.rpartition(' ')[2].rpartition('-')[2]}"
+    """Numbered ones from the first to the last, others one by one."""
+    different = list(dict.fromkeys(names))
+    numbered = [re.fullmatch(r"(.*[- ])(\d+)", name) for name in different]
+    kinds = {None if found is None else found[1] for found in numbered}
+    if len(different) == 1 or len(kinds) > 1 or numbered[-1] is None:
+        return ", ".join(different)
+    return f"{different[0]} to {numbered[-1][2]}"
 
 
 def lines(plan: MemoryPlan, found: list[str], longest: int, context_tokens: int) -> list[str]:

@@ -27,6 +27,7 @@ from headrace.memory.plan import (
     plan_memory,
     remedies,
 )
+from headrace.memory.table import table
 from headrace.memory.trainer import TrainerPlan, trainer_bytes
 from headrace.memory.uses import total
 from headrace.models.loading import make_tiny_model
@@ -145,6 +146,15 @@ def test_a_reference_of_its_own_is_one_more_process():
     assert bytes_for(plan, "keys and values", "reference") < 0.02 * bytes_for(
         plan, "keys and values", "engine-0"
     )
+
+
+def test_processes_that_share_a_column_are_named():
+    several = {"big": "snapshot:1"}
+    plan = gpu_plan(algo__kl_coef=0.1, algo__options={"kl.reference": "engine"}, distill__teachers=several)
+    headings = [str(column.header) for column in table(plan).columns[1:]]
+    assert headings == ["engine-0\nGPU 0", "reference, teacher-big\nGPU 0", "trainer\nGPU 0"]
+    ranks = gpu_plan(engine__count=3)
+    assert str(table(ranks).columns[1].header) == "engine-0 to 2\nGPU 0"
 
 
 def test_teachers_are_processes_and_a_snapshot_keeps_bundles(tmp_path):
