@@ -18,7 +18,7 @@ MOVED: dict[str, str] = {
     "pivots.segment_tokens": "write segment_tokens in pivots.options",
     "pivots.weight": "write weight in pivots.options",
     "reward.retries": "a call that failed is made once more, leave it out",
-    "scoring.deadline_s": "set reward.timeout_s, which bounds all who score",
+    "scoring.deadline_s": "set reward.timeout_s, which bounds step scores too",
     "scoring.form": 'write "process.form" in algo.options',
     "scoring.weight": 'write "process.weight" in algo.options',
     "tasks.split": "write split in tasks.options",

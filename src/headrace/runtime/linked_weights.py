@@ -94,8 +94,8 @@ class LinkedWeights:
             )
 
     def _arrived(self, version: int) -> None:
-        """The engine says it has this version."""
-        self._version = version
+        """The engine says it has this version; what it said before may arrive after."""
+        self._version = max(self._version, version)
         if version == self._announced:
             self._announced, self._folder = None, self._seen
             self.num_swaps += 1

@@ -127,6 +127,27 @@ def _in_background(apply):
     return given
 
 
+def test_an_answer_that_was_overtaken_takes_nothing_back(link):
+    async def main():
+        weights = LinkedWeights(engine := FolderEngine(read_s=1.0), link, deadline_s=5.0)
+        status = engine.status
+
+        async def late():
+            told = await status()
+            await asyncio.sleep(2.0)
+            return told
+
+        engine.status = late
+        point(link, "2")
+        looking = asyncio.create_task(weights.look(1))
+        await asyncio.sleep(0.5)
+        during = await weights.current()
+        await looking
+        return during, await weights.current(), weights.num_swaps
+
+    assert virtual_clock.run(main()) == (1, 1, 1)
+
+
 def test_an_engine_that_does_not_say_what_it_has_is_named(link):
     async def main():
         engine = FolderEngine(read_s=1e6)
