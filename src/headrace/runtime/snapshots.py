@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from headrace.errors import WeightSyncError
+from headrace.errors import DeadlineError, WeightSyncError
 from headrace.protocols import Engine
 from headrace.types import WeightManifest
 
@@ -55,5 +55,5 @@ class DelayedWeights:
                 f"{self._engine.name} took over {self._deadline_s:g} s for version {manifest.version} and goes on with "
                 f"{self.version}; raise run.stall_s if the model is large"
             )
-        except WeightSyncError as error:
+        except (WeightSyncError, DeadlineError) as error:
             self._warn(f"{self._engine.name} goes on with version {self.version}: {error}")

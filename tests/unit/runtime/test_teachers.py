@@ -10,7 +10,7 @@ import pytest
 from harness import CountingTasks, MemorySink, make_pipeline, make_plan
 
 from headrace.engines.scripted import ScriptedEngine
-from headrace.errors import ModelError, RoleError, TaskError, WeightSyncError
+from headrace.errors import DeadlineError, ModelError, RoleError, TaskError, WeightSyncError
 from headrace.plan import virtual_clock
 from headrace.runtime.snapshots import DelayedWeights
 from headrace.runtime.teachers import Teacher, Teachers
@@ -264,6 +264,9 @@ def test_a_version_that_the_follower_cannot_take_is_named_and_left_out():
                 raise WeightSyncError("version 2 is torn; publish it again")
             if given.version == 3:
                 await asyncio.sleep(10.0)
+            if given.version == 5:
+                # The call to another process has a deadline of its own.
+                raise DeadlineError("teacher-1 did not answer 'apply' within 600 s; its log may say why")
             return await super().apply(given)
 
     async def main():
@@ -276,9 +279,10 @@ def test_a_version_that_the_follower_cannot_take_is_named_and_left_out():
         return has, said
 
     has, said = virtual_clock.run(main())
-    assert [version for version, _ in has] == [0, 0, 1, 1, 1, 4, 5]
+    assert [version for version, _ in has] == [0, 0, 1, 1, 1, 4, 4]
     assert [v for _, retired in has for v in retired] == [0, 1, 2, 3, 4, 5]
-    assert len(said) == 2
+    assert len(said) == 3
+    assert "teacher-1 goes on with version 4: teacher-1 did not answer" in said[2]
     assert "teacher-1 goes on with version 1: version 2 is torn" in said[0]
     assert "took over 5 s for version 3" in said[1] and "run.stall_s" in said[1]
 
