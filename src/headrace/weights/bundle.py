@@ -18,8 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from operator import itemgetter
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -29,13 +28,14 @@ from headrace.types import TensorBlob, TensorSlot
 T = TypeVar("T")
 U = TypeVar("U")
 
+Summed = Literal["sources", "copies"]
+
 ALIGNMENT_BYTES = 64
 CHUNK_BYTES = 1 << 20
 ROW_WORDS = 2048
-_ROWS = CHUNK_BYTES // 8 // ROW_WORDS
 _PLACES = np.arange(1, 2 * ROW_WORDS, 2, dtype=np.uint64)
-_BLOCK_BYTES = 32 * CHUNK_BYTES
-"""Large enough that copies go past the cache."""
+_BLOCK_BYTES = 8 * CHUNK_BYTES
+"""What a thread takes at a time."""
 _MAX_THREADS = 4
 
 
@@ -78,10 +78,15 @@ def digest(version: int, tensors: Sequence[TensorSlot | TensorBlob], parts: Sequ
 
 
 def copy_and_digest(
-    version: int, slots: Sequence[TensorSlot], sources: Sequence[np.ndarray], targets: Sequence[np.ndarray]
+    version: int,
+    slots: Sequence[TensorSlot],
+    sources: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray],
+    *,
+    of: Summed,
 ) -> str:
-    """Copy every source to its target and return the digest of the copies."""
-    return joined_digest(version, slots, chunk_sums(sources, targets))
+    """Copy every source to its target and return the digest of either."""
+    return joined_digest(version, slots, chunk_sums(sources, targets, of=of))
 
 
 def joined_digest(
@@ -95,26 +100,35 @@ def joined_digest(
     return whole.hexdigest()
 
 
-def chunk_sums(parts: Sequence[np.ndarray], targets: Sequence[np.ndarray] | None = None) -> list[np.ndarray]:
-    """uint64, one number for each chunk of each part. With ``targets`` the parts are copied there first, and
-    the copies are what is summed."""
+def chunk_sums(
+    parts: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray] | None = None,
+    *,
+    of: Summed = "sources",
+) -> list[np.ndarray]:
+    """uint64, one number for each chunk of each part. With ``targets`` the parts are copied there, and each chunk
+    is summed right after, while it is in its core's cache: ``of`` "sources" where nobody else writes to them (a
+    large copy may go past the cache, a source never does), else "copies"."""
     blocks = [
         (number, start) for number, part in enumerate(parts) for start in range(0, len(part), _BLOCK_BYTES)
     ]
 
-    def work(block: tuple[int, int]) -> np.ndarray:
+    def work(block: tuple[int, int]) -> list[np.uint64]:
         number, start = block
-        data = parts[number][start : start + _BLOCK_BYTES]
-        if targets is not None:
-            target = targets[number][start : start + _BLOCK_BYTES]
-            np.copyto(target, data)
-            data = target
-        return _sums_of_block(data)
+        sums = []
+        for chunk in _slices(start, min(start + _BLOCK_BYTES, len(parts[number]))):
+            data = parts[number][chunk]
+            if targets is not None:
+                copy = targets[number][chunk]
+                np.copyto(copy, data)
+                data = copy if of == "copies" else data
+            sums.append(_sum_of_chunk(data))
+        return sums
 
     found = in_threads(work, blocks, num_bytes=sum(len(part) for part in parts))
     sums = [np.zeros(0, np.uint64)] * len(parts)
     for number, several in groupby(zip(blocks, found, strict=True), key=lambda pair: pair[0][0]):
-        sums[number] = np.concatenate(list(map(itemgetter(1), several)))
+        sums[number] = np.array([one for _, block in several for one in block], np.uint64)
     return sums
 
 
@@ -128,29 +142,17 @@ def in_threads(work: Callable[[T], U], items: Sequence[T], *, num_bytes: int) ->
         return list(pool.map(work, items))
 
 
-def _sums_of_block(data: np.ndarray) -> np.ndarray:
-    """uint64, one for each chunk; a last, shorter chunk counts as if it ended in zeros."""
-    num_whole = len(data) // CHUNK_BYTES
-    whole = _sums_of_chunks(data[: num_whole * CHUNK_BYTES])
-    if len(data) == num_whole * CHUNK_BYTES:
-        return whole
-    rest = data[num_whole * CHUNK_BYTES :]
-    row_bytes = 8 * ROW_WORDS
-    padded = np.zeros(-(-len(rest) // row_bytes) * row_bytes, np.uint8)
-    padded[: len(rest)] = rest
-    return np.append(whole, _weighed(padded.view(np.uint64).reshape(1, -1, ROW_WORDS)))
+def _slices(start: int, end: int) -> Iterator[slice]:
+    return (slice(chunk, min(chunk + CHUNK_BYTES, end)) for chunk in range(start, end, CHUNK_BYTES))
 
 
-def _sums_of_chunks(data: np.ndarray) -> np.ndarray:
-    if data.ctypes.data % 8:
-        data = data.copy()
-    return _weighed(data.view(np.uint64).reshape(-1, _ROWS, ROW_WORDS))
-
-
-def _weighed(words: np.ndarray) -> np.ndarray:
-    """[chunks, rows, words of a row] -> [chunks]; sums wrap around."""
-    columns: np.ndarray = words.sum(axis=1, dtype=np.uint64)
-    weighed: np.ndarray = (columns * _PLACES).sum(axis=1, dtype=np.uint64)
+def _sum_of_chunk(data: np.ndarray) -> np.uint64:
+    """Sums wrap around; a last, shorter row counts as if it ended in zeros."""
+    missing = -len(data) % (8 * ROW_WORDS)
+    if missing:
+        data = np.concatenate((data, np.zeros(missing, np.uint8)))
+    columns = data.view(np.uint64).reshape(-1, ROW_WORDS).sum(axis=0, dtype=np.uint64)
+    weighed: np.uint64 = columns @ _PLACES
     return weighed
 
 

@@ -40,6 +40,13 @@ _HEADER = struct.Struct("<8sqqQ16s")
 _MAGIC = b"HEADRACE"
 _FREE, _WRITING, _WHOLE = 0, 1, 2
 _NOTHING = np.zeros(0, np.uint8)
+_MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+"""Where the system can, pages are mapped all at once, not one by one as they are first written."""
+
+SENDER_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x80000"}
+"""What a process that sends should be started with: copies of half a MiB and more then go past the cache. By itself
+glibc does that only for copies about as large as the cache, and smaller ones first read every line that they then
+write over. Other C libraries and processors do not look at it."""
 
 
 class SharedMemorySender:
@@ -68,7 +75,9 @@ class SharedMemorySender:
         slots, num_bytes = lay_out(tensors)
         segment = self._take(num_bytes)
         segment.mark(_WRITING, version, num_bytes, bytes(16))
-        checksum = copy_and_digest(version, slots, on_host(tensors), views(slots, segment.payload))
+        checksum = copy_and_digest(
+            version, slots, on_host(tensors), views(slots, segment.payload), of="sources"
+        )
         segment.mark(_WHOLE, version, num_bytes, bytes.fromhex(checksum))
         self._free_segment(version, kind)
         self._live[version, kind] = segment
@@ -131,7 +140,7 @@ class _Segment:
                     os.posix_fallocate(descriptor, 0, size)
                 else:
                     os.ftruncate(descriptor, size)
-                self._map = mmap.mmap(descriptor, size)
+                self._map = mmap.mmap(descriptor, size, flags=_MAP_FLAGS)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -176,6 +185,7 @@ class SharedMemoryReceiver:
                     manifest.slots,
                     views(manifest.slots, shared),
                     views(manifest.slots, private),
+                    of="copies",
                 )
                 if found != manifest.digest:
                     _check_header(file.fileno(), manifest)  # names the cause where the header can tell
