@@ -39,27 +39,64 @@ _BLOCK_BYTES = 8 * CHUNK_BYTES
 _MAX_THREADS = 4
 
 
-def lay_out(blobs: Sequence[TensorBlob]) -> tuple[tuple[TensorSlot, ...], int]:
-    """Aligned slots in the order given, and the length of the whole payload."""
-    slots: list[TensorSlot] = []
-    names: set[str] = set()
-    end = 0
-    for blob in blobs:
-        if blob.name in names:
+class Layout:
+    """Aligned slots one after the other, as tensors come."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._slots: dict[str, TensorSlot] = {}
+
+    @property
+    def slots(self) -> tuple[TensorSlot, ...]:
+        return tuple(self._slots.values())
+
+    def add(self, blobs: Iterable[TensorBlob]) -> list[TensorSlot]:
+        """The slots of the next tensors."""
+        return [self._add(blob) for blob in blobs]
+
+    def _add(self, blob: TensorBlob) -> TensorSlot:
+        if blob.name in self._slots:
             raise WeightSyncError(f"tensor {blob.name!r} is in the bundle twice; send shared tensors once")
-        names.add(blob.name)
-        slots.append(
-            TensorSlot(
-                name=blob.name,
-                dtype=blob.dtype,
-                shape=blob.shape,
-                offset=end,
-                num_bytes=blob.data.nbytes,
-                form=blob.form,
-            )
+        slot = TensorSlot(
+            name=blob.name,
+            dtype=blob.dtype,
+            shape=blob.shape,
+            offset=self.num_bytes,
+            num_bytes=blob.data.nbytes,
+            form=blob.form,
         )
-        end += -(-blob.data.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return tuple(slots), end
+        self._slots[blob.name] = slot
+        self.num_bytes += -(-slot.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return slot
+
+
+def lay_out(blobs: Sequence[TensorBlob]) -> tuple[tuple[TensorSlot, ...], int]:
+    """The slots of a whole bundle, and the length of its payload."""
+    layout = Layout()
+    layout.add(blobs)
+    return layout.slots, layout.num_bytes
+
+
+def in_buckets(items: Iterable[T], num_bytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """The items in order, in lists of up to ``limit`` bytes or of one larger item. A caller that drops its list
+    before it asks for the next never holds two."""
+    bucket: list[T] = []
+    held_bytes = 0
+    for item in items:
+        if bucket and held_bytes + num_bytes(item) > limit:
+            full, bucket, held_bytes = bucket, [], 0
+            yield full
+            del full
+        bucket.append(item)
+        held_bytes += num_bytes(item)
+        del item
+    if bucket:
+        yield bucket
+
+
+def blob_bytes(blob: TensorBlob) -> int:
+    num_bytes: int = blob.data.nbytes
+    return num_bytes
 
 
 def views(slots: Sequence[TensorSlot], payload: np.ndarray) -> list[np.ndarray]:
