@@ -33,6 +33,8 @@ Summed = Literal["sources", "copies"]
 ALIGNMENT_BYTES = 64
 CHUNK_BYTES = 1 << 20
 ROW_WORDS = 2048
+PIECE_BYTES = CHUNK_BYTES // 4
+"""What is copied at a time: small enough to be in its core's cache still when it is summed."""
 _PLACES = np.arange(1, 2 * ROW_WORDS, 2, dtype=np.uint64)
 _BLOCK_BYTES = 8 * CHUNK_BYTES
 """What a thread takes at a time."""
@@ -143,9 +145,9 @@ def chunk_sums(
     *,
     of: Summed = "sources",
 ) -> list[np.ndarray]:
-    """uint64, one number for each chunk of each part. With ``targets`` the parts are copied there, and each chunk
-    is summed right after, while it is in its core's cache: ``of`` "sources" where nobody else writes to them (a
-    large copy may go past the cache, a source never does), else "copies"."""
+    """uint64, one number for each chunk of each part. With ``targets`` the parts are copied there, and each piece
+    is summed right after: ``of`` "sources" where nobody else writes to them (a copy may go past the cache, a
+    source never does), else "copies"."""
     blocks = [
         (number, start) for number, part in enumerate(parts) for start in range(0, len(part), _BLOCK_BYTES)
     ]
@@ -154,12 +156,8 @@ def chunk_sums(
         number, start = block
         sums = []
         for chunk in _slices(start, min(start + _BLOCK_BYTES, len(parts[number]))):
-            data = parts[number][chunk]
-            if targets is not None:
-                copy = targets[number][chunk]
-                np.copyto(copy, data)
-                data = copy if of == "copies" else data
-            sums.append(_sum_of_chunk(data))
+            target = None if targets is None else targets[number][chunk]
+            sums.append(_sum_of_chunk(parts[number][chunk], target, of))
         return sums
 
     found = in_threads(work, blocks, num_bytes=sum(len(part) for part in parts))
@@ -183,14 +181,26 @@ def _slices(start: int, end: int) -> Iterator[slice]:
     return (slice(chunk, min(chunk + CHUNK_BYTES, end)) for chunk in range(start, end, CHUNK_BYTES))
 
 
-def _sum_of_chunk(data: np.ndarray) -> np.uint64:
-    """Sums wrap around; a last, shorter row counts as if it ended in zeros."""
-    missing = -len(data) % (8 * ROW_WORDS)
-    if missing:
-        data = np.concatenate((data, np.zeros(missing, np.uint8)))
-    columns = data.view(np.uint64).reshape(-1, ROW_WORDS).sum(axis=0, dtype=np.uint64)
-    weighed: np.uint64 = columns @ _PLACES
+def _sum_of_chunk(data: np.ndarray, target: np.ndarray | None, of: Summed) -> np.uint64:
+    """Sums wrap around."""
+    columns = np.zeros(ROW_WORDS, np.uint64)
+    for start in range(0, len(data), PIECE_BYTES):
+        piece = data[start : start + PIECE_BYTES]
+        if target is not None:
+            copy = target[start : start + PIECE_BYTES]
+            np.copyto(copy, piece)
+            piece = copy if of == "copies" else piece
+        columns += _rows(piece).sum(axis=0, dtype=np.uint64)
+    weighed: np.uint64 = (columns * _PLACES).sum(dtype=np.uint64)
     return weighed
+
+
+def _rows(piece: np.ndarray) -> np.ndarray:
+    """uint64 [rows, words of a row]; a last, shorter row is filled up with zeros."""
+    missing = -len(piece) % (8 * ROW_WORDS)
+    if missing:
+        piece = np.concatenate((piece, np.zeros(missing, np.uint8)))
+    return piece.view(np.uint64).reshape(-1, ROW_WORDS)
 
 
 def check_slots(slots: Sequence[TensorSlot], num_bytes: int) -> None:

@@ -31,6 +31,7 @@ import numpy as np
 from headrace.errors import WeightSyncError
 from headrace.types import BundleKind, TensorBlob, WeightManifest
 from headrace.weights.bundle import (
+    PIECE_BYTES,
     Layout,
     blob_bytes,
     check_slots,
@@ -56,8 +57,8 @@ _BUCKET_BYTES = 256 << 20
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 """Where the system can, pages are mapped all at once, not one by one as they are first written."""
 
-SENDER_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x80000"}
-"""What a process that sends should be started with: copies of half a MiB and more then go past the cache. By itself
+SENDER_ENVIRONMENT = {"GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PIECE_BYTES:#x}"}
+"""What a process that sends should be started with: copies of a piece and more then go past the cache. By itself
 glibc does that only for copies about as large as the cache, and smaller ones first read every line that they then
 write over. Other C libraries and processors do not look at it."""
 
