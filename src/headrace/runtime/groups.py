@@ -234,8 +234,12 @@ class GroupRunner:
             hold_s=self._plan.attempt_s if self._plan.pivots is not None and not live.is_branch else 0.0,
             watch=None if self._process is None else self._process.watch(live, attempt),
         )
-        with self._scoring.meter.generating():
+        meter = self._scoring.meter
+        meter.attempt_began()
+        try:
             episode = await run_attempt(self._environment, live, attempt, client)
+        finally:
+            meter.attempt_ended()
         self._record(episode)
         self._scoring.attempt_ended(live, attempt)
 
@@ -249,7 +253,7 @@ class GroupRunner:
         if live.is_branch and len(versions := start_versions(episodes)) > 1:
             raise _Unusable("stale", f"its branches began under versions {versions}")
         missing = await self._settle(live, attempts)
-        returns = [self._return(live, episode) for episode in episodes]
+        returns = self._returns(live, episodes)
         if not live.quorum and self._tells_nothing(live, returns):
             if len(attempts) < live.num_attempts:
                 return False
@@ -282,9 +286,14 @@ class GroupRunner:
             raise Interrupted
         return settling.result()
 
-    def _return(self, live: LiveGroup, episode: Episode) -> float:
-        reward = weighted_return(live.rewards(episode.attempt), self._plan.reward_weights)
-        return reward + self._overlong(episode) - self._truncated(episode)
+    def _returns(self, live: LiveGroup, episodes: Sequence[Episode]) -> list[float]:
+        rewards = live.rewards([episode.attempt for episode in episodes])
+        returns = [weighted_return(given, self._plan.reward_weights) for given in rewards]
+        if self._plan.overlong_buffer_tokens:
+            returns = [r + self._overlong(e) for r, e in zip(returns, episodes, strict=True)]
+        if self._plan.truncated_penalty:
+            returns = [r - self._truncated(e) for r, e in zip(returns, episodes, strict=True)]
+        return returns
 
     def _tells_nothing(self, live: LiveGroup, returns: Sequence[float]) -> bool:
         # Steps that were judged tell attempts apart which ended alike.
@@ -292,8 +301,6 @@ class GroupRunner:
         return unjudged and is_zero_variance(np.array(returns))
 
     def _overlong(self, episode: Episode) -> float:
-        if self._plan.overlong_buffer_tokens == 0:
-            return 0.0
         pivot = episode.task.pivot
         return overlong_penalty(
             episode.num_tokens + (0 if pivot is None else len(pivot.prefix_ids)),

@@ -366,7 +366,7 @@ class Pipeline:
         return is_late(part) or self.state.live(part).is_branch
 
     def _rebuild(self, part: int) -> ReadyGroup:
-        return ready_part(self._plan, self.state.live(part), part)
+        return ready_part(self._plan, self.state.live_part(part), part)
 
     def _record(self, record: Record) -> None:
         """Journal, then memory. What one turn of the event loop records is written at its end, together; a
