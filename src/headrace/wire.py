@@ -108,7 +108,8 @@ class FrameBuilder:
     def __len__(self) -> int:
         return len(self._values)
 
-    def add(self, value: Any) -> None:
+    def add(self, value: Any) -> int:
+        """Returns how many there are now."""
         try:
             tree = _tree(self._encoder, value)
         except TypeError:
@@ -117,6 +118,7 @@ class FrameBuilder:
             raise
         self._values.append(value)
         self._trees.append(tree)
+        return len(self._trees)
 
     def take(self) -> bytes:
         """The frame of everything added since the last ``take``."""
