@@ -15,7 +15,6 @@ import selectors
 from headrace.timekeeping import CONTROLLER_ACTIVITIES, TimeLedger
 from headrace.types import RoleStatus
 
-
 _SELDOM = 20_000
 """Objects more than at the last look, before the garbage collector looks again: those of several hundred attempts."""
 

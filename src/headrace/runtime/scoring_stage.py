@@ -144,7 +144,7 @@ class ScoringStage:
         return [(source.name, a, self._count(source, f)) for attempts, f in faults.items() for a in attempts]
 
     def _count(self, source: ScoreSource, fault: BaseException) -> str:
-        why = _why(fault)
+        why = reason_of(fault)
         name = f"{source.name}_{why}"
         self._counts[name] += 1
         if self._counts[name] == 1:
@@ -197,7 +197,8 @@ def _is_known(source: ScoreSource, live: LiveGroup, attempt: int) -> bool:
     return column is not None and is_whole(column, live.episodes[attempt].num_tokens)
 
 
-def _why(fault: BaseException) -> str:
+def reason_of(fault: BaseException) -> str:
+    """Under which a score is missing."""
     if isinstance(fault, (DeadlineError, TimeoutError)):
         return "late"
     if isinstance(fault, RoleError):

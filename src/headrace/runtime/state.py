@@ -10,6 +10,7 @@ killed controller knew is what its successor reads back. The record kinds:
     episode  {group, attempt, trajectories}        an attempt is finished; a trajectory is a list of its turns
                                                    by number, text, policy and trainable
     scores   {columns}                             a source has said something of these attempts
+    again    {source, why}                         a question failed while its attempt went on; it is put once more
     scored   {group, returns, missing, attempts}   these attempts (left out: all) wait for their batch; ``missing``
                                                    lists what they go without, as (source, attempt, why)
     pivots   {tasks, room}                         points inside failed attempts of a group, for branch groups
@@ -136,6 +137,8 @@ class RunState:
     groups: dict[int, LiveGroup] = field(default_factory=dict)
     missing_scores: dict[str, int] = field(default_factory=dict)
     """Scores that attempts went without, by ``<source>: <why>``."""
+    asked_again: dict[str, int] = field(default_factory=dict)
+    """Questions that failed while their attempt went on and were put again at its end, likewise."""
     num_given_up: int = 0
     """Attempts that were ended early because their steps looked hopeless."""
     progress: int = 0
@@ -160,6 +163,7 @@ class RunState:
             "num_trained_groups": self.num_trained_groups,
             "pivots": self.pivots.snapshot(),
             "missing_scores": dict(self.missing_scores),
+            "asked_again": dict(self.asked_again),
             "num_given_up": self.num_given_up,
             "ledger": self.ledger.snapshot(),
             "groups": [
@@ -272,8 +276,16 @@ def _scored(state: RunState, r: dict[str, Any]) -> None:
     else:
         live.scored, live.quorum, live.frozen = scored, attempts, list(r["returns"])
     for source, _, why in r["missing"]:
-        name = f"{source}: {why}"
-        state.missing_scores[name] = state.missing_scores.get(name, 0) + 1
+        _count(state.missing_scores, source, why)
+
+
+def _again(state: RunState, r: dict[str, Any]) -> None:
+    _count(state.asked_again, r["source"], r["why"])
+
+
+def _count(faults: dict[str, int], source: str, why: str) -> None:
+    name = f"{source}: {why}"
+    faults[name] = faults.get(name, 0) + 1
 
 
 def _bound(live: LiveGroup, attempts: list[int], returns: list[float]) -> EpisodeGroup:
@@ -365,6 +377,7 @@ _HANDLERS = {
     "turn": _turn,
     "episode": _episode,
     "scores": _scores,
+    "again": _again,
     "scored": _scored,
     "pivots": _pivots,
     "explored": _explored,
