@@ -51,6 +51,9 @@ class ScoringStage:
         assert len(set(names)) == len(names), f"two score sources share a name: {names}"
         self._sources = tuple(sources)
         self._asked_early = tuple([source for source in sources if source.per_attempt])
+        self._only = sources[0] if len(sources) == 1 and _needs_no_task(sources[0]) else None
+        self._num_waiting = 0
+        """Groups that wait for the only source."""
         self._record = record
         self._warn = warn
         self._places = {source.name: asyncio.Semaphore(source.concurrency) for source in sources}
@@ -68,6 +71,8 @@ class ScoringStage:
     async def settle(self, live: LiveGroup, attempts: Sequence[int]) -> list[Missing]:
         """Returns when every source has spoken of these attempts of a group, which have ended, or has been given up;
         says what is missing. Raises the fault of a required source."""
+        if self._only is not None:
+            return await self._ask_only(self._only, live, attempts)
         for source in self._sources:
             unknown = attempts
             if source.name in live.columns:
@@ -82,6 +87,18 @@ class ScoringStage:
                 return [missing for found in await _all(waits) for missing in found]
         finally:
             self._give_up(live.group, attempts)
+
+    async def _ask_only(self, source: ScoreSource, live: LiveGroup, attempts: Sequence[int]) -> list[Missing]:
+        """Nothing goes on beside this one question, and no deadline is kept here: it is simply awaited."""
+        unknown = [a for a in attempts if not _is_known(source, live, a)]
+        self._num_waiting += 1
+        try:
+            with self.meter.holding():
+                if unknown:
+                    await self._question(source, live, tuple(unknown))
+        finally:
+            self._num_waiting -= 1
+        return []
 
     def forget(self, group: int) -> None:
         """Give up every question about a group that has ended."""
@@ -104,7 +121,8 @@ class ScoringStage:
         return {about: question for about, question in questions.items() if set(attempts).issuperset(about)}
 
     def status(self) -> RoleStatus:
-        queued = sum(not q.done() for questions in self._asked.values() for q in questions.values())
+        tasks = [question for questions in self._asked.values() for question in questions.values()]
+        queued = self._num_waiting + sum(not task.done() for task in tasks)
         return self.meter.status({"queued": queued, **self._counts})
 
     def _ask(self, source: ScoreSource, live: LiveGroup, attempts: tuple[int, ...]) -> None:
@@ -190,6 +208,11 @@ def _fault(column: ScoreColumn) -> str:
         if not np.isfinite(values).all():
             return "a score is not finite"
     return ""
+
+
+def _needs_no_task(source: ScoreSource) -> bool:
+    """Whether a group has one question to it, whose end nobody but the source has to see to."""
+    return source.required and not source.per_attempt and source.deadline_s is None
 
 
 def _is_known(source: ScoreSource, live: LiveGroup, attempt: int) -> bool:
