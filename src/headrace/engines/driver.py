@@ -145,6 +145,9 @@ class EngineDriver:
                 else:
                     self._core.apply(manifest.version, updates)
             self._resume()
+            if self._threaded:
+                # An answer lets the sender write over the bytes. In its own process one stream keeps the order.
+                await asyncio.to_thread(self._core.wait_until_copied)
             return manifest.version
 
     async def cancel_update(self) -> None:

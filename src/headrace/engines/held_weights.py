@@ -1,13 +1,15 @@
 """The weights an executor computes with: read where they lie, replaced in place.
 
 In: a model and, where adapters are served, their bank. Out: updates land between two passes, whole or not at all
-(then WeightSyncError is raised); addresses stay, since graphs know them.
+(then WeightSyncError is raised); addresses stay, since graphs know them. On a GPU the copies are only launched, behind
+the passes before them: who gave the bytes may have them back after ``wait_until_copied``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from transformers import PreTrainedModel
 
 from headrace.models.adapter_bank import AdapterBank
@@ -22,10 +24,12 @@ class HeldWeights:
         """Adapters there is room for beside the model's own weights; 0: none."""
         self._weights = Weights(model)
         self._bank = bank
+        self._copied = torch.cuda.Event(blocking=True) if model.device.type == "cuda" else None
 
     def load(self, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         arrived = list(updates)
         load_into(self._weights.called(update.name for update in arrived), arrived)
+        self._note_copies()
 
     def blobs(self, names: Iterable[str]) -> Iterator[TensorBlob]:
         """Under the names of memory or of the checkpoint, whichever these are."""
@@ -34,10 +38,21 @@ class HeldWeights:
     def load_adapter(self, adapter: int, updates: Iterable[TensorBlob | TensorPatch]) -> None:
         """As ``load`` for one adapter, numbered from 1; no other is touched."""
         self._adapters().load(adapter, updates)
+        self._note_copies()
+
+    def wait_until_copied(self) -> None:
+        """Until nothing reads the bytes of the last update any more; may be called from another thread. It takes as
+        long as the passes that were launched before it."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def adapter_blobs(self, adapter: int) -> Iterator[TensorBlob]:
         """As ``blobs`` for one adapter, at the rank there is room for."""
         return blobs_of(self._adapters().tensors(adapter))
+
+    def _note_copies(self) -> None:
+        if self._copied is not None:
+            self._copied.record()
 
     def _adapters(self) -> AdapterBank:
         assert self._bank is not None, "an executor without room for adapters is asked about none"

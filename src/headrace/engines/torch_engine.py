@@ -218,6 +218,10 @@ class TorchEngine:
         self._policies.settle(policy, adapter, version)
         self._renew(adapter)
 
+    def wait_until_copied(self) -> None:
+        """Until the bytes that ``apply`` or ``apply_adapter`` was given are read, and may be written over."""
+        self._executor.held.wait_until_copied()
+
     def version_of(self, policy: str) -> int:
         """Of the policy's adapter; -1: it has not arrived. Raises WeightSyncError where it would find no room."""
         return int(self._policies.versions[self._policies.room_for(policy)])

@@ -27,15 +27,13 @@ class Chunks:
 
     def __init__(self, extents: Sequence[tuple[int, int]], device: torch.device) -> None:
         """``extents``: offset and bytes of every tensor. Sizes are rounded up, into the gap behind a tensor."""
-        words = np.array(
-            [[offset // 4, -(-size // WIDE_BYTES) * WIDE_BYTES // 4] for offset, size in extents]
-        )
-        words = words.reshape(-1, 2)
+        rounded = [(offset // 4, -(-size // WIDE_BYTES) * WIDE_BYTES // 4) for offset, size in extents]
+        words = np.array(rounded, dtype=np.int64).reshape(-1, 2)
         parts = -(-words[:, 1] // _CHUNK_WORDS)
         tensor = np.repeat(np.arange(len(words)), parts)
         start = (np.arange(len(tensor)) - np.repeat(np.cumsum(parts) - parts, parts)) * _CHUNK_WORDS
         count = np.minimum(words[tensor, 1] - start, _CHUNK_WORDS)
-        table = np.stack((tensor, start, words[tensor, 0] + start, count), axis=1).astype(np.int64)
+        table = np.stack((tensor, start, words[tensor, 0] + start, count), axis=1)
         self._table = torch.from_numpy(table).to(device)
 
     def sums(self, payload: torch.Tensor) -> torch.Tensor:

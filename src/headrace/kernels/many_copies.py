@@ -35,7 +35,7 @@ class ManyCopies:
         addresses = torch.tensor([source.data_ptr() for source in sources]).to(
             self._places.device, non_blocking=True
         )
-        _copy[(len(sources), self._num_tiles)](addresses, self._places, TILE=_TILE, num_warps=4)
+        _copy[(self._num_tiles, len(sources))](addresses, self._places, TILE=_TILE, num_warps=4)
 
 
 def _as_rows(view: torch.Tensor) -> tuple[int, int, int]:
@@ -54,12 +54,13 @@ def _as_rows(view: torch.Tensor) -> tuple[int, int, int]:
 
 @triton.jit
 def _copy(addresses, places, TILE: tl.constexpr):
-    number = tl.program_id(0)
+    # Tiles come first: a grid may be 2^31 wide, but only 65,535 high, and experts' adapters are large.
+    number = tl.program_id(1)
     source = tl.load(addresses + number).to(tl.pointer_type(tl.int16))
     place = places + number * 4
     target = tl.load(place).to(tl.pointer_type(tl.int16))
     count, width, step = tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
-    units = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    units = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = units < count * width
     tl.store(
         target + units // width * step + units % width, tl.load(source + units, mask=inside), mask=inside

@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.errors import ModelError, RoleError, WeightSyncError
+from headrace.errors import DeadlineError, ModelError, RoleError, WeightSyncError
 from headrace.protocols import Engine
 from headrace.types import WeightManifest
 
@@ -84,6 +84,9 @@ class LinkedWeights:
         except (ModelError, WeightSyncError) as error:
             self._announced = None
             self._warn(f"{self._engine.name} goes on with {self._folder}: {error}")
+        except DeadlineError as error:
+            # A call to another process has a deadline of its own, which may be the shorter one.
+            self._warn(f"{error}; until {self._engine.name} has {folder}, it goes on with {self._folder}")
         except TimeoutError:
             self._warn(
                 f"waited {self._deadline_s:g} s for {self._engine.name} to take {folder}; until it has, it goes on "

@@ -286,8 +286,8 @@ class Pipeline:
         for version in unneeded:
             await self._sync.retire(version)
         if self._teachers is not None:
-            # Last, since it takes as long as a model is read; nothing waits for it.
-            await self._teachers.look(manifest.version)
+            # No part of the landing, which the end of the run waits for: it takes as long as a model is read.
+            self._supervisor.spawn(self._teachers.look(manifest.version))
 
     async def _save(self) -> None:
         self._sink.emit("phase", {"text": f"saving the checkpoint of step {self.state.step}"})

@@ -113,6 +113,12 @@ class CudaIpcReceiver:
         if any(slot.offset % ALIGNMENT_BYTES for slot in manifest.slots):
             raise WeightSyncError(f"the slots of version {manifest.version} are not aligned; publish again")
         whole = self._open(manifest)
+        if manifest.num_bytes > len(whole):
+            # The sums would be read past its end, which a GPU does not survive.
+            raise WeightSyncError(
+                f"version {manifest.version} is said to have {manifest.num_bytes} bytes, but the trainer's GPU memory "
+                f"there has {len(whole)}; publish again"
+            )
         if self._stream is None:
             self._stream = torch.cuda.Stream(whole.device)
         with torch.cuda.stream(self._stream):
@@ -199,10 +205,14 @@ def _digest(version: int, slots: Sequence[TensorSlot], sums: torch.Tensor) -> st
 
 
 def _device_of(tensors: Sequence[TensorBlob]) -> torch.device:
-    data: Any = tensors[0].data
-    if not isinstance(data, torch.Tensor) or data.device.type != "cuda":
-        raise WeightSyncError("the weights are not on a GPU; use the shared-memory transport")
-    return data.device
+    """The one GPU that all are on: they are read by address."""
+    places = {blob.data.device if isinstance(blob.data, torch.Tensor) else "the host" for blob in tensors}
+    device = places.pop() if len(places) == 1 else None
+    if not isinstance(device, torch.device) or device.type != "cuda":
+        raise WeightSyncError(
+            "the weights are not on one GPU, all of them; set weights.transport to shared_memory"
+        )
+    return device
 
 
 def _handle(storage: torch.UntypedStorage) -> list[Any]:

@@ -305,3 +305,27 @@ def test_seconds_add_up_to_the_age(tiny_checkpoint, make_request):
         await driver.close()
 
     run(main())
+
+
+def test_an_update_is_answered_when_its_bytes_have_been_copied(driver, make_request, monkeypatch):
+    """A GPU copies later than it is told to, and after the answer the sender writes over what it sent."""
+    driver._threaded = True
+    copied = threading.Event()
+
+    def wait():
+        assert copied.wait(WAIT_S), "the engine stood still while weights were copied"
+
+    monkeypatch.setattr(driver._core, "wait_until_copied", wait, raising=False)
+
+    async def scenario():
+        update = asyncio.create_task(driver.apply(manifest(1)))
+        while driver._core.version == 0:
+            await asyncio.sleep(0)
+        done = await driver.generate(make_request("a", max_tokens=12))
+        assert not update.done()
+        copied.set()
+        assert await update == 1
+        await driver.close()
+        return done
+
+    assert run(scenario()).versions.tolist() == [1] * 12

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cases import DEVICE, require_kernels
 
 require_kernels()
 
+from headrace.kernels import many_copies  # noqa: E402
 from headrace.kernels.checksum import Chunks  # noqa: E402
 from headrace.kernels.many_copies import ManyCopies  # noqa: E402
+from headrace.models.adapter_bank import AdapterBank  # noqa: E402
+from headrace.models.loading import make_tiny_model  # noqa: E402
+from headrace.models.lora import LoraSpec  # noqa: E402
+from headrace.models.tensors import blobs_of  # noqa: E402
 
 
 def bundle():
@@ -43,6 +51,10 @@ def test_copying_writes_the_payload_and_sums_alike():
     assert not torch.equal(sums, chunks.sums(payload))
 
 
+def test_a_bundle_without_tensors_has_no_sums():
+    assert Chunks([], DEVICE).sums(torch.zeros(64, dtype=torch.uint8, device=DEVICE)).tolist() == []
+
+
 def parts_of(memory):
     """Rows, columns, rows of every expert, columns of every expert, part of a row."""
     return [memory[0][4:8], memory[1][2:7, 4:8], memory[2][:, 2:4], memory[3][:, :, 4:8], memory[1][0, :3]]
@@ -64,6 +76,50 @@ def test_many_copies_write_their_views_and_nothing_else(dtype):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+def test_a_large_tensor_does_not_make_the_grid_too_high(monkeypatch):
+    """CUDA takes 65,535 programs along the second axis, and as good as any number along the first."""
+    grids = []
+
+    class Launches:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(many_copies, "_copy", Launches())
+    shapes = ((1, 8), (70_000, 4096))
+    views = [torch.zeros(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    ManyCopies(views).copy_from(views)
+    assert grids == [(70_000, 2)]
+
+
 def test_a_view_that_is_no_rows_is_refused():
     with pytest.raises(AssertionError, match="one constant stride apart"):
         ManyCopies([torch.zeros((4, 6, 8), device=DEVICE)[:, ::2, 1:3].transpose(0, 1)])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_an_adapter_lands_alike_from_the_device_and_from_the_host(tmp_path, family):
+    """Of smaller rank and without factors after one of full rank with them, and beside another that stays."""
+    model = make_tiny_model(tmp_path, family=family, vocab_size=61)
+    dora = family == "qwen2"
+    targets = ("all-linear",) if dora else ("all-linear", "experts")
+    spec = LoraSpec(rank=4, alpha=8.0, dora=dora, targets=targets)
+    banks = [AdapterBank(copy.deepcopy(model).to(DEVICE), spec, 2) for _ in range(2)]
+    random = torch.Generator().manual_seed(0)
+    for adapter, rank, factors in ((1, 4, True), (2, 4, True), (1, 2, False), (1, 2, False)):
+        tensors = {"scaling": torch.full((1,), float(rank))}
+        for name, tensor in banks[0].tensors(adapter).items():
+            shape = list(tensor.shape)
+            if name.endswith("lora_A.weight"):
+                shape[-2] = rank
+            elif name.endswith("lora_B.weight"):
+                shape[-1] = rank
+            elif name == "scaling" or not factors:
+                continue
+            tensors[name] = torch.randn(shape, generator=random)
+        blobs = list(blobs_of(tensors))
+        banks[0].load(adapter, blobs)
+        banks[1].load(adapter, [replace(b, data=torch.from_numpy(b.data).to(DEVICE)) for b in blobs])
+        for place in (1, 2):
+            wanted, found = (bank.tensors(place) for bank in banks)
+            assert all(torch.equal(wanted[name], found[name]) for name in wanted)

@@ -9,9 +9,9 @@ import pytest
 from harness import MemorySink, make_pipeline, make_plan
 from test_teachers import RecordingTrainer, TeacherEngine, episode
 
-from headrace.errors import ModelError, RoleError, WeightSyncError
+from headrace.errors import DeadlineError, ModelError, RoleError, WeightSyncError
 from headrace.plan import virtual_clock
-from headrace.runtime.linked_weights import LinkedWeights
+from headrace.runtime.linked_weights import LinkedWeights, _manifest
 from headrace.runtime.teachers import Teacher, Teachers
 
 
@@ -97,6 +97,29 @@ def test_an_engine_that_takes_too_long_is_named_and_what_it_has_is_asked(link):
     assert (before, after, num_swaps) == (0, 1, 1)
 
 
+def test_a_call_that_is_given_up_sooner_ends_nothing(link):
+    """Calls to another process have a deadline of their own."""
+
+    async def main():
+        said = []
+        weights = LinkedWeights(engine := FolderEngine(), link, deadline_s=900.0, warn=said.append)
+
+        async def given_up(manifest):
+            raise DeadlineError("teacher-1 did not answer 'apply' within 600 s; its log may say why")
+
+        apply, engine.apply = engine.apply, given_up
+        point(link, "2")
+        await weights.look(1)
+        before = await weights.current()
+        # The engine has gone on, and is done.
+        await apply(_manifest(link.resolve(), 1))
+        return said, before, await weights.current()
+
+    (text,), before, after = asyncio.run(main())
+    assert "within 600 s" in text and "goes on with" in text
+    assert (before, after) == (0, 1)
+
+
 def _in_background(apply):
     async def given(manifest):
         return await asyncio.shield(asyncio.ensure_future(apply(manifest)))
@@ -167,3 +190,23 @@ def test_a_run_whose_teacher_is_exchanged(tmp_path, link, read_s):
     for sample in trainer.samples:
         found.setdefault(sample.teacher.version, set()).update(np.unique(sample.teacher.logprobs).tolist())
     assert [found[version] for version in sorted(found)] == [{-1.0}, {-2.0}, {-3.0}]
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_folder_to_be_read(tmp_path, link):
+    class Changing(RecordingTrainer):
+        async def step(self, batch):
+            if batch.step == 4:
+                point(link, "2")
+            return await super().step(batch)
+
+    async def main(run_dir, read_s):
+        engine = FolderEngine(read_s=read_s)
+        weights = LinkedWeights(engine, link, deadline_s=600.0)
+        teachers = Teachers({"first": Teacher(engine, link=weights)}, top_k=0, deadline_s=600.0)
+        trainer = Changing(token_s=0.01)
+        await make_pipeline(run_dir, make_plan(steps=4), trainer=trainer, teachers=teachers).run()
+        return asyncio.get_running_loop().time()
+
+    at_once = virtual_clock.run(main(tmp_path / "a", 0.0))
+    point(link, "1")
+    assert virtual_clock.run(main(tmp_path / "b", 500.0)) == pytest.approx(at_once)

@@ -1,0 +1,68 @@
+"""Weights that stay on a GPU, as far as no GPU is needed: what is refused before any address is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.errors import WeightSyncError
+from headrace.types import TensorBlob, TensorSlot, WeightManifest
+from headrace.weights import cuda_ipc
+
+
+@dataclass
+class Memory:
+    """Stands for a sender's buffer of this process."""
+
+    bytes: torch.Tensor
+
+
+def manifest(num_bytes, offset=0):
+    slot = TensorSlot(name="w", dtype="U8", shape=(64,), offset=offset, num_bytes=64)
+    return WeightManifest(
+        version=3,
+        base_version=None,
+        kind="full",
+        transport=cuda_ipc.TRANSPORT,
+        location=json.dumps({"pid": 0, "storage": []}),
+        num_bytes=num_bytes,
+        digest="",
+        slots=(slot,),
+    )
+
+
+def test_a_bundle_longer_than_the_memory_it_names_is_refused(monkeypatch):
+    told = manifest(2048, offset=1984)
+    memory = Memory(torch.zeros(1024, dtype=torch.uint8))
+    monkeypatch.setitem(cuda_ipc._own_buffers, told.location, memory)
+    with pytest.raises(WeightSyncError, match="2048 bytes, but the trainer's GPU memory there has 1024"):
+        cuda_ipc.CudaIpcReceiver().receive(told)
+
+
+@pytest.mark.parametrize("places", [["cuda:0", "host"], ["cuda:0", "cuda:1"], ["cpu"], ["host"]])
+def test_weights_that_are_not_all_on_one_gpu_are_refused(places):
+    def blob(number, place):
+        data = np.zeros(16, np.uint8)
+        if place != "host":
+            data = OnDevice(torch.from_numpy(data), torch.device(place))
+        return TensorBlob(name=str(number), dtype="U8", shape=(16,), data=data)
+
+    with pytest.raises(WeightSyncError, match=r"not on one GPU, all of them; set weights\.transport"):
+        cuda_ipc.CudaIpcSender().send(0, [blob(i, place) for i, place in enumerate(places)])
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that is said to lie on a device."""
+
+    def __new__(cls, data, device):
+        made = data.as_subclass(cls)
+        made.told = device
+        return made
+
+    @property
+    def device(self):
+        return self.told
