@@ -25,6 +25,7 @@ import dataclasses
 import json
 import math
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -43,6 +44,17 @@ _FIELDS = {name: tuple(field.name for field in dataclasses.fields(cls)) for name
 _VALUES: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     cls: attrgetter(*_FIELDS[name]) for name, cls in _TYPES.items()
 }
+
+
+class _Unsupported(Exception):
+    """Something the contract does not carry; ``_tree`` finds out where."""
+
+
+class _Codes(dict[np.dtype[Any], str]):
+    def __missing__(self, dtype: np.dtype[Any]) -> str:
+        raise _Unsupported(f"an array of {dtype}")
+
+
 _PLAIN = frozenset({type(None), str, bool, int, float})
 _DTYPES = {
     code: np.dtype(name)
@@ -62,7 +74,7 @@ _DTYPES = {
     }.items()
 }
 """By letter, the widest first."""
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_CODES = _Codes((dtype, code) for code, dtype in _DTYPES.items())
 _NOTHING = {code: np.empty(0, dtype) for code, dtype in _DTYPES.items()}
 _HEADER = struct.Struct(f"<{1 + len(_DTYPES)}Q")
 _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
@@ -96,7 +108,8 @@ class FrameBuilder:
     def __len__(self) -> int:
         return len(self._values)
 
-    def add(self, value: Any) -> None:
+    def add(self, value: Any) -> int:
+        """Returns how many there are now."""
         try:
             tree = _tree(self._encoder, value)
         except TypeError:
@@ -105,6 +118,7 @@ class FrameBuilder:
             raise
         self._values.append(value)
         self._trees.append(tree)
+        return len(self._trees)
 
     def take(self) -> bytes:
         """The frame of everything added since the last ``take``."""
@@ -145,30 +159,36 @@ class _Encoder:
         """Carriers and arrays by number; held, so that no id is used again."""
 
     def walk(self, v: Any) -> Any:
-        kind = type(v)
-        values_of = _VALUES.get(kind)
-        if values_of is None and kind is not np.ndarray:
-            return self._container(v)
+        return _WALKS[type(v)](self, v)
+
+    def _each(self, values: Iterable[Any]) -> list[Any]:
+        return [x if type(x) in _PLAIN else _WALKS[type(x)](self, x) for x in values]
+
+    def _carrier(self, v: Any) -> dict[str, Any]:
         number = self._numbers.get(id(v))
         if number is not None:
             return {"=": number}
-        tree = self._array(v) if values_of is None else {kind.__name__: self._each(values_of(v))}
+        kind = type(v)
+        tree = {kind.__name__: self._each(_VALUES[kind](v))}
         self._numbers[id(v)] = len(self._met)
         self._met.append(v)
         return tree
 
-    def _each(self, values: Iterable[Any]) -> list[Any]:
-        return [x if type(x) in _PLAIN else self.walk(x) for x in values]
+    def _array(self, a: np.ndarray) -> dict[str, Any]:
+        number = self._numbers.get(id(a))
+        if number is not None:
+            return {"=": number}
+        self._numbers[id(a)] = len(self._met)
+        self._met.append(a)
+        code = _CODES[a.dtype]
+        self.arrays.setdefault(code, []).append(a if a.ndim == 1 else a.reshape(-1))
+        return {code: a.size if a.ndim == 1 else a.shape}
 
-    def _container(self, v: Any) -> Any:
-        kind = type(v)
-        if kind is list:
-            return self._list(v)
-        if kind is tuple:
-            return {"()": self._list(v)}
-        if kind is dict:
-            return {"{}": self._each(chain.from_iterable(v.items()))}
-        return _scalar(v)
+    def _mapping(self, v: dict[Any, Any]) -> dict[str, Any]:
+        return {"{}": self._each(chain.from_iterable(v.items()))}
+
+    def _tuple(self, v: tuple[Any, ...]) -> dict[str, Any]:
+        return {"()": self._list(v)}
 
     def _list(self, values: Sequence[Any]) -> Any:
         kind = type(values[0]) if len(values) > 1 else None
@@ -184,23 +204,36 @@ class _Encoder:
         form = (first.dtype, first.ndim, first.shape[1:])
         if any(type(v) is not np.ndarray or (v.dtype, v.ndim, v.shape[1:]) != form for v in values):
             return self._each(values)
-        parts = self._parts(first.dtype)
+        code = _CODES[first.dtype]
+        parts = self.arrays.setdefault(code, [])
         parts.extend(values if first.ndim == 1 else [v.reshape(-1) for v in values])
-        return {f"*{_CODES[first.dtype]}": [[len(v) for v in values], first.shape[1:]]}
+        return {f"*{code}": [[len(v) for v in values], first.shape[1:]]}
 
-    def _array(self, a: np.ndarray) -> dict[str, Any]:
-        parts = self._parts(a.dtype)
-        if a.ndim == 1:
-            parts.append(a)
-            return {_CODES[a.dtype]: a.size}
-        parts.append(a.reshape(-1))
-        return {_CODES[a.dtype]: a.shape}
+    def _scalar(self, v: Any) -> Any:
+        """A subclass, such as an enumeration's member, travels as what it extends."""
+        if type(v) in _PLAIN:
+            return v
+        if isinstance(v, np.generic):
+            return v.item()
+        if isinstance(v, str):
+            return str.__str__(v)
+        for plain in (int, float):
+            if isinstance(v, plain):
+                return plain(v)
+        raise _Unsupported(type(v).__name__)
 
-    def _parts(self, dtype: np.dtype[Any]) -> list[np.ndarray]:
-        code = _CODES.get(dtype)
-        if code is None:
-            raise _Unsupported(f"an array of {dtype}")
-        return self.arrays.setdefault(code, [])
+
+_WALKS: dict[type, Callable[[_Encoder, Any], Any]] = defaultdict(
+    lambda: _Encoder._scalar,
+    {
+        **dict.fromkeys(_VALUES, _Encoder._carrier),
+        np.ndarray: _Encoder._array,
+        dict: _Encoder._mapping,
+        tuple: _Encoder._tuple,
+        list: _Encoder._list,
+    },
+)
+"""How a value of exactly this type is encoded."""
 
 
 class _Decoder:
@@ -257,24 +290,6 @@ def _carrier(name: str, values: Sequence[Any]) -> Any:
     if len(values) != len(names):
         raise ValueError(f"a {name} of {len(values)} fields; this version has {len(names)}")
     return _TYPES[name](**dict(zip(names, values, strict=True)))
-
-
-class _Unsupported(Exception):
-    """Something the contract does not carry; ``_tree`` finds out where."""
-
-
-def _scalar(v: Any) -> Any:
-    """A subclass, such as an enumeration's member, travels as what it extends."""
-    if type(v) in _PLAIN:
-        return v
-    if isinstance(v, np.generic):
-        return v.item()
-    if isinstance(v, str):
-        return str.__str__(v)
-    for plain in (int, float):
-        if isinstance(v, plain):
-            return plain(v)
-    raise _Unsupported(type(v).__name__)
 
 
 def _path_of_fault(v: Any, path: str = "") -> str:

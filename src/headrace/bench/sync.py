@@ -8,6 +8,7 @@ beside decoding (engines/driver.py), so only applying them is part of the stall.
 
 from __future__ import annotations
 
+import os
 import select
 import shutil
 import statistics
@@ -32,6 +33,7 @@ from headrace.models.tensors import named_tensors, to_blobs
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 from headrace.types import Request, Sampling, WeightManifest
 from headrace.weights.segment_directory import create_segment_directory
+from headrace.weights.shared_memory import SENDER_ENVIRONMENT
 from headrace.weights.transports import Route, TransportReceiver, weight_sender
 from headrace.wire import decode, encode
 
@@ -189,6 +191,7 @@ class _Sender:
             [*self._command, str(self._segments), str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={**SENDER_ENVIRONMENT, **os.environ},
         )
         return self
 
@@ -259,13 +262,14 @@ def _send(
     moves = _adam_moves(weights) if bundle == "delta" else _all_moves(weights)
     for version in range(1, updates + 2):
         sys.stdin.readline()
+        # An order means that the version before has landed; a run retires it then, ahead of the next.
+        sender.retire(version - 1)
         changed = next(moves)
         _finish(device)
         start = time.perf_counter()
         manifest = sender.send(version, to_blobs(model))
         taken_ms = (time.perf_counter() - start) * 1e3
         print(taken_ms, changed, encode(manifest).hex(), flush=True)
-        sender.retire(version - 2)
     sys.stdin.read()
 
 

@@ -18,8 +18,10 @@ def mask_fault(
     """``failed``: a mask that does not belong to its tokens or to the model; ``wide-mask``: one with too many ids for
     a token. What is not trained on may have any."""
     for episode in episodes:
-        trained = (trajectory for trajectory in episode.trajectories if trajectory.trainable)
-        for number, turn in enumerate(turn for trajectory in trained for turn in trajectory.turns):
+        turns = [
+            turn for trajectory in episode.trajectories if trajectory.trainable for turn in trajectory.turns
+        ]
+        for number, turn in enumerate(turns):
             mask = turn.completion.sampling_mask
             wrong = None if mask is None else _fault(turn, mask, vocab_size)
             if wrong is not None:

@@ -11,8 +11,9 @@ Legend: P prompt tokens, L sampled tokens, T tokens of the sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -31,13 +32,9 @@ def build_samples(
     if len(advantages) != len(group.episodes):
         raise ValueError(f"advantages: {len(advantages)} given for {len(group.episodes)} episodes")
     chains = _all_chains(group.episodes)
-    columns = _Columns(sum(_num_tokens(chain) for _, chain in chains))
-    samples = [
-        columns.sample(
-            group.group, group.episodes[i].attempt, _by_turn(advantages[i], group.episodes[i]), chain
-        )
-        for i, chain in chains
-    ]
+    columns = _Columns(sum([_num_tokens(chain) for _, chain in chains]))
+    of_turn = _by_turn(group.episodes, advantages)
+    samples = [columns.sample(group.group, episode.attempt, of_turn, chain) for episode, chain in chains]
     if group.ref_logprobs is not None:
         pairs = zip(samples, group.ref_logprobs, strict=True)
         samples = [replace(sample, ref_logprobs=logprobs) for sample, logprobs in pairs]
@@ -47,16 +44,19 @@ def build_samples(
     return tuple(samples)
 
 
-def _by_turn(advantage: float | np.ndarray, episode: Episode) -> Callable[[Turn], float | np.ndarray]:
-    """What the sampled tokens of a turn get."""
-    if np.ndim(advantage) == 0:
-        same = float(advantage)
-        return lambda turn: same
-    turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
-    borders = np.cumsum([turn.completion.num_tokens for turn in turns])
-    parts = np.split(np.asarray(advantage), borders[:-1])
-    of_turn = {id(turn): part for turn, part in zip(turns, parts, strict=True)}
-    return lambda turn: of_turn[id(turn)]
+def _by_turn(
+    episodes: Sequence[Episode], advantages: Sequence[float | np.ndarray] | np.ndarray
+) -> dict[int, float | np.ndarray]:
+    """What the sampled tokens of each turn get, by the turn's id."""
+    of_turn: dict[int, float | np.ndarray] = {}
+    for episode, advantage in zip(episodes, advantages, strict=True):
+        turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
+        parts = [advantage] * len(turns)
+        if isinstance(advantage, np.ndarray):
+            borders = np.cumsum([turn.completion.num_tokens for turn in turns])
+            parts = np.split(advantage, borders[:-1])
+        of_turn.update(zip(map(id, turns), parts, strict=True))
+    return of_turn
 
 
 def sequences(episodes: Sequence[Episode]) -> list[tuple[np.ndarray, float]]:
@@ -75,20 +75,22 @@ def sequence_masks(episodes: Sequence[Episode]) -> list[SamplingMask | None]:
     return [_chain_sampling_mask(chain, _num_tokens(chain)) for _, chain in _all_chains(episodes)]
 
 
-def _all_chains(episodes: Sequence[Episode]) -> list[tuple[int, list[Turn]]]:
-    """With the places of their episodes, in the order of the attempts."""
+def _all_chains(episodes: Sequence[Episode]) -> list[tuple[Episode, list[Turn]]]:
+    """With their episodes, in the order of the attempts."""
     return [
-        (i, chain)
-        for i in sorted(range(len(episodes)), key=lambda i: episodes[i].attempt)
-        for trajectory in episodes[i].trajectories
+        (episode, chain)
+        for episode in sorted(episodes, key=attrgetter("attempt"))
+        for trajectory in episode.trajectories
         if trajectory.trainable
         for chain in _chains(trajectory)
     ]
 
 
-def oldest_version(sample: Sample) -> int:
-    """Version of the oldest sampled token."""
-    return int(sample.versions[sample.loss_mask].min(initial=NEVER_SAMPLED))
+def oldest_versions(samples: Sequence[Sample]) -> np.ndarray:
+    """int32, the version of the oldest sampled token of each."""
+    sampled = np.concatenate([sample.loss_mask for sample in samples])
+    versions = np.where(sampled, np.concatenate([sample.versions for sample in samples]), NEVER_SAMPLED)
+    return np.minimum.reduceat(versions, np.cumsum([0, *(sample.num_tokens for sample in samples[:-1])]))
 
 
 def _chains(trajectory: Trajectory) -> list[list[Turn]]:
@@ -131,7 +133,7 @@ class _Columns:
         self,
         group: int,
         attempt: int,
-        advantage: Callable[[Turn], float | np.ndarray],
+        advantage_of_turn: Mapping[int, float | np.ndarray],
         chain: Sequence[Turn],
     ) -> Sample:
         """The next stretch, filled with ``chain``."""
@@ -146,7 +148,7 @@ class _Columns:
             self._loss_mask[span] = True
             self._logprobs[span] = turn.completion.logprobs
             self._versions[span] = turn.completion.versions
-            self._advantages[span] = advantage(turn)
+            self._advantages[span] = advantage_of_turn[id(turn)]
         return Sample(
             group=group,
             attempt=attempt,

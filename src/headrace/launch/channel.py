@@ -70,10 +70,10 @@ class Channel:
             self._loop.call_soon_threadsafe(self.post, message)
             return
         # What one turn of the event loop posts travels in few frames: an engine step may finish many requests.
-        if len(self._outbox) == 0:
+        num_messages = self._outbox.add(message)
+        if num_messages == 1:
             self._loop.call_soon(self._flush)
-        self._outbox.add(message)
-        if len(self._outbox) == _MOST_MESSAGES:
+        if num_messages == _MOST_MESSAGES:
             self._flush()
 
     @property

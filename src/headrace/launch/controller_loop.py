@@ -2,7 +2,8 @@
 
 An event loop either runs callbacks or waits in its selector, so charging the two sides of ``select`` to
 a ledger accounts for every moment of the controller: ``working`` and ``waiting``. While the loop is open, the
-garbage collector leaves alone what was there before it (modules, tasks), most of what it would walk.
+garbage collector leaves alone what was there before it (modules, tasks), most of what it would walk, and looks at the
+rest seldom: what comes and goes with an attempt holds no cycles and is freed without it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import selectors
 
 from headrace.timekeeping import CONTROLLER_ACTIVITIES, TimeLedger
 from headrace.types import RoleStatus
+
+_SELDOM = 20_000
+"""Objects more than at the last look, before the garbage collector looks again: those of several hundred attempts."""
 
 
 class _MeteredSelector(selectors.DefaultSelector):
@@ -36,8 +40,11 @@ class ControllerLoop(asyncio.SelectorEventLoop):
         self._ledger = TimeLedger(CONTROLLER_ACTIVITIES, start="loading")
         super().__init__(_MeteredSelector(self._ledger))
         gc.freeze()
+        self._gc_thresholds = gc.get_threshold()
+        gc.set_threshold(_SELDOM, *self._gc_thresholds[1:])
 
     def close(self) -> None:
+        gc.set_threshold(*self._gc_thresholds)
         gc.unfreeze()
         super().close()
 

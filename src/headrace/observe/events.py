@@ -6,7 +6,8 @@ An event is a name and a mapping of plain values; every sink gets every event, i
     phase       text: what the run is busy with before and between steps (``saving the checkpoint of step 50``)
     step        step, version, skipped, reward, lag_mean, lag_max, age_spread, tokens, tokens_per_s, goodput,
                 metrics (by name), roles (``RoleStatus`` as mappings), attempts and tokens_by_state
-                (by ledger state), length_bias, missing_scores (by source and reason), given_up (attempts ended early)
+                (by ledger state), length_bias, missing_scores and asked_again (by source and reason), given_up
+                (attempts ended early)
     drop        reason, group, detail
     warning     text
     eval        step and figures by name

@@ -44,6 +44,8 @@ class Progress:
         """Mean length of trained attempts over that of all that ended; None: none was trained."""
         self.missing_scores: dict[str, int] = {}
         """Scores that attempts were trained without, by source and reason."""
+        self.asked_again: dict[str, int] = {}
+        """Questions that failed while their attempt went on and were put again, by source and reason."""
         self.num_given_up = 0
         """Attempts ended early because their steps looked hopeless."""
         self.num_steps_seen = 0
@@ -106,6 +108,7 @@ class Progress:
         if fields.get("length_bias") is not None:
             self.length_bias = float(fields["length_bias"])
         self.missing_scores = dict(fields.get("missing_scores") or self.missing_scores)
+        self.asked_again = dict(fields.get("asked_again") or self.asked_again)
         self.num_given_up = int(fields.get("given_up") or self.num_given_up)
 
 

@@ -52,6 +52,8 @@ class Summary:
     verdict: Verdict
     missing_scores: Mapping[str, int] = field(default_factory=dict)
     """By source and reason."""
+    asked_again: Mapping[str, int] = field(default_factory=dict)
+    """Questions that failed while their attempt went on and were put again, likewise."""
     num_given_up: int = 0
     length_bias: float | None = None
     """Mean length of trained attempts over that of all that ended; None: none was trained."""
@@ -111,6 +113,7 @@ class Summary:
         parts = [f"{hidden_share(seconds):.1%} of {spent:,.1f} s hidden behind generation"]
         if self.num_given_up:
             parts.append(f"{self.num_given_up} attempts given up early")
+        parts += [f"{count} questions put again ({reason})" for reason, count in self.asked_again.items()]
         parts += [f"{count} scores missing ({reason})" for reason, count in self.missing_scores.items()]
         return [("scoring", "; ".join(parts))]
 
@@ -158,6 +161,7 @@ def summarise(progress: Progress) -> Summary:
         goodput=goodput(trained_now, progress.roles),
         verdict=judge(progress.roles, progress.tokens_by_state, progress.mean_attempts),
         missing_scores=dict(progress.missing_scores),
+        asked_again=dict(progress.asked_again),
         num_given_up=progress.num_given_up,
         length_bias=progress.length_bias,
     )

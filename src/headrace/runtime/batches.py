@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 
 from headrace.algos.advantages import BATCH_SCALED, BATCH_WHITENED, scale_by_returns, whiten
-from headrace.data.samples import NEVER_SAMPLED, oldest_version
+from headrace.data.samples import NEVER_SAMPLED, oldest_versions
 from headrace.runtime.buffer import ReadyGroup
 from headrace.runtime.parts import is_late
 from headrace.types import Sample, TrainBatch
@@ -22,9 +23,8 @@ def make_batch(groups: Sequence[ReadyGroup], *, step: int, version: int, advanta
         for kind in (False, True)
         for sample in _finished([group for group in ordered if group.is_branch == kind], advantage)
     ]
-    return TrainBatch(
-        step=step, version=version, samples=tuple(sorted(samples, key=lambda s: (s.group, s.attempt)))
-    )
+    samples.sort(key=attrgetter("group", "attempt"))
+    return TrainBatch(step=step, version=version, samples=tuple(samples))
 
 
 def _finished(groups: Sequence[ReadyGroup], advantage: str) -> Sequence[Sample]:
@@ -45,7 +45,8 @@ def describe(groups: Sequence[ReadyGroup], version: int) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     sampled = np.concatenate([sample.loss_mask for sample in samples])
     lags = version - np.concatenate([sample.versions for sample in samples])[sampled]
-    ages = [version - age for age in map(oldest_version, samples) if age != NEVER_SAMPLED]
+    oldest = oldest_versions(samples)
+    ages = version - oldest[oldest != NEVER_SAMPLED]
     ordinary = [group for group in groups if not group.is_branch]
     num_late = sum(len(group.samples) for group in groups if is_late(group.group))
     branches = [group.mean_return for group in groups if group.is_branch]
@@ -58,7 +59,7 @@ def describe(groups: Sequence[ReadyGroup], version: int) -> dict[str, float]:
         ),
         "lag_mean": float(lags.mean()) if lags.size else 0.0,
         "lag_max": int(lags.max()) if lags.size else 0,
-        "age_spread": max(ages) - min(ages) if ages else 0,
+        "age_spread": int(ages.max() - ages.min()) if ages.size else 0,
         "tokens": int(lags.size),
         "samples": len(samples),
         **({"late_samples": num_late} if num_late else {}),

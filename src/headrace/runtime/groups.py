@@ -84,7 +84,8 @@ class GroupRunner:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._notices: set[asyncio.Task[None]] = set()
         """To engines; nobody waits for an answer."""
-        self._settling: dict[int, asyncio.Task[list[Missing]]] = {}
+        self._settling: dict[int, asyncio.Timeout] = {}
+        """How long groups wait for scores: until they are told to end."""
         self._ending: dict[int, DropReason] = {}
         self._released: set[int] = set()
         """Parts of running groups that the buffer has got."""
@@ -132,8 +133,9 @@ class GroupRunner:
 
     def _abort(self, group: int) -> None:
         """Engines hand back what they have; scores are not waited for any longer."""
-        if group in self._settling:
-            self._settling[group].cancel()
+        patience = self._settling.pop(group, None)
+        if patience is not None:
+            patience.reschedule(asyncio.get_running_loop().time())
         self._notify(self._router.abort(group))
 
     def _notify(self, notice: Coroutine[Any, Any, None]) -> None:
@@ -230,12 +232,16 @@ class GroupRunner:
             record=self._record,
             seed=self._plan.seed,
             routers=self._plan.routers,
-            stopping=lambda: self._paused or live.group in self._ending,
+            stopping=lambda: self._is_stopping(live.group),
             hold_s=self._plan.attempt_s if self._plan.pivots is not None and not live.is_branch else 0.0,
             watch=None if self._process is None else self._process.watch(live, attempt),
         )
-        with self._scoring.meter.generating():
+        meter = self._scoring.meter
+        meter.attempt_began()
+        try:
             episode = await run_attempt(self._environment, live, attempt, client)
+        finally:
+            meter.attempt_ended()
         self._record(episode)
         self._scoring.attempt_ended(live, attempt)
 
@@ -249,7 +255,7 @@ class GroupRunner:
         if live.is_branch and len(versions := start_versions(episodes)) > 1:
             raise _Unusable("stale", f"its branches began under versions {versions}")
         missing = await self._settle(live, attempts)
-        returns = [self._return(live, episode) for episode in episodes]
+        returns = self._returns(live, episodes)
         if not live.quorum and self._tells_nothing(live, returns):
             if len(attempts) < live.num_attempts:
                 return False
@@ -268,23 +274,33 @@ class GroupRunner:
         return True
 
     async def _settle(self, live: LiveGroup, attempts: Sequence[int]) -> list[Missing]:
-        settling = asyncio.create_task(
-            self._scoring.settle(live, attempts), name=f"scores of group {live.group}"
-        )
-        self._settling[live.group] = settling
+        missing: list[Missing] = []
         try:
-            # Its deadlines are the sources' own.
-            await asyncio.wait({settling})
+            # Its deadlines are the sources' own; this one is for ``_abort`` to set.
+            async with asyncio.timeout(None) as patience:
+                self._settling[live.group] = patience
+                missing = await self._scoring.settle(live, attempts)
+        except Exception:
+            # A group that ends has no use for what its sources say, be it a fault.
+            if not self._is_stopping(live.group):
+                raise
         finally:
-            del self._settling[live.group]
-            settling.cancel()
-        if live.group in self._ending or self._paused:
+            self._settling.pop(live.group, None)
+        if self._is_stopping(live.group):
             raise Interrupted
-        return settling.result()
+        return missing
 
-    def _return(self, live: LiveGroup, episode: Episode) -> float:
-        reward = weighted_return(live.rewards(episode.attempt), self._plan.reward_weights)
-        return reward + self._overlong(episode) - self._truncated(episode)
+    def _is_stopping(self, group: int) -> bool:
+        return self._paused or group in self._ending
+
+    def _returns(self, live: LiveGroup, episodes: Sequence[Episode]) -> list[float]:
+        rewards = live.rewards([episode.attempt for episode in episodes])
+        returns = [weighted_return(given, self._plan.reward_weights) for given in rewards]
+        if self._plan.overlong_buffer_tokens:
+            returns = [r + self._overlong(e) for r, e in zip(returns, episodes, strict=True)]
+        if self._plan.truncated_penalty:
+            returns = [r - self._truncated(e) for r, e in zip(returns, episodes, strict=True)]
+        return returns
 
     def _tells_nothing(self, live: LiveGroup, returns: Sequence[float]) -> bool:
         # Steps that were judged tell attempts apart which ended alike.
@@ -292,8 +308,6 @@ class GroupRunner:
         return unjudged and is_zero_variance(np.array(returns))
 
     def _overlong(self, episode: Episode) -> float:
-        if self._plan.overlong_buffer_tokens == 0:
-            return 0.0
         pivot = episode.task.pivot
         return overlong_penalty(
             episode.num_tokens + (0 if pivot is None else len(pivot.prefix_ids)),

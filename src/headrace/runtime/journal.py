@@ -37,18 +37,14 @@ class Journal:
         self._failure: CheckpointError | None = None
         self.rotate(step)
 
-    def write(self, record: Record) -> None:
-        """Note the record; ``flush`` hands it over."""
-        self._unwritten.add(record)
-
-    @property
-    def has_unwritten(self) -> bool:
-        return len(self._unwritten) > 0
+    def write(self, record: Record) -> bool:
+        """Note the record; ``flush`` hands it over. Returns whether it is the first to be noted since the last one."""
+        return self._unwritten.add(record) == 1
 
     def flush(self) -> None:
         """Hand what was noted to the operating system, whole; it then survives the death of this process."""
         self._check()
-        if not self.has_unwritten:
+        if not len(self._unwritten):
             return
         body = self._unwritten.take()
         frame = _FRAME.pack(len(body), zlib.crc32(body)) + body

@@ -11,6 +11,7 @@ an ``InvariantError``. Attempts that reached an end survive only as counts, so t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, get_args
@@ -53,7 +54,7 @@ class AttemptLedger:
         entry.num_tokens += num_tokens
         self.num_sampled_tokens += num_tokens
 
-    def move(self, group: int, attempts: range | tuple[int, ...], before: str, after: str) -> None:
+    def move(self, group: int, attempts: Iterable[int], before: str, after: str) -> None:
         """Move live attempts one state on, or to ``trained``."""
         if _NEXT.get(before) != after:
             raise InvariantError(f"an attempt cannot go from {before} to {after}")
@@ -66,7 +67,7 @@ class AttemptLedger:
             else:
                 entry.state = after
 
-    def drop(self, group: int, attempts: range | tuple[int, ...], reason: DropReason) -> None:
+    def drop(self, group: int, attempts: Iterable[int], reason: DropReason) -> None:
         for attempt in attempts:
             self._end(group, attempt, f"dropped:{reason}")
 

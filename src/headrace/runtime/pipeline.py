@@ -216,8 +216,11 @@ class Pipeline:
 
     def _more_wanted(self) -> bool:
         """No more groups than the remaining steps will train."""
-        num_live = sum(not live.is_branch and live.is_first_open for live in self.state.groups.values())
-        return self.state.num_trained_groups + num_live < self._plan.total_groups
+        num_missing, live_groups = self._plan.total_groups - self.state.num_trained_groups, self.state.groups
+        if len(live_groups) < num_missing:
+            # However many of them count.
+            return True
+        return sum(not g.is_branch and g.is_first_open for g in live_groups.values()) < num_missing
 
     async def _next_groups(self) -> tuple[ReadyGroup, ...] | None:
         """The next batch's groups, or None when asked to stop."""
@@ -369,14 +372,13 @@ class Pipeline:
         return is_late(part) or self.state.live(part).is_branch
 
     def _rebuild(self, part: int) -> ReadyGroup:
-        return ready_part(self._plan, self.state.live(part), part)
+        return ready_part(self._plan, self.state.live_part(part), part)
 
     def _record(self, record: Record) -> None:
         """Journal, then memory. What one turn of the event loop records is written at its end, together; a
         kill before that is a kill a moment earlier, since nothing that cannot be done again happened since."""
-        if not self._journal.has_unwritten:
+        if self._journal.write(record):
             asyncio.get_running_loop().call_soon(self._flush)
-        self._journal.write(record)
         self.state.apply(record)
 
     def _flush(self) -> None:

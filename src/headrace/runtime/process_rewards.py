@@ -8,7 +8,7 @@ In: attempts as they grow (``StepWatch``) and as they end (``ProcessRewards.scor
 Out: score columns in the journal, a few steps at a time, and, where the plan says so, an end to attempts that look
 hopeless. An attempt has one question under way at most, and the next one covers all steps that ended meanwhile: a
 slow scorer is asked less often, and what waits for it is bounded by the attempts there are. A question that fails
-while the attempt goes on is put again when it has ended; only then does it count.
+while the attempt goes on is counted as such and put again when it has ended; a score is missing if that fails too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.protocols import StepScorer
 from headrace.runtime.journal import Record
 from headrace.runtime.plan import ProcessPlan
 from headrace.runtime.scoring_meter import ScoringMeter
-from headrace.runtime.scoring_stage import check_columns
+from headrace.runtime.scoring_stage import check_columns, reason_of
 from headrace.runtime.state import LiveGroup
 from headrace.types import Completion, Episode, ScoreColumn, StepQuestion, StepScores, Task, Turn
 
@@ -119,6 +119,10 @@ class ProcessRewards:
 
     def tell(self, column: ScoreColumn) -> None:
         self._record({"kind": "scores", "columns": [column]})
+
+    def tell_failed(self, fault: Exception) -> None:
+        """Of a question that will be put again."""
+        self._record({"kind": "again", "source": self.name, "why": reason_of(fault)})
 
     async def ask(
         self,
@@ -231,13 +235,14 @@ class StepWatch:
         return not self._failed
 
     async def _told(self, offset: int, prompt_ids: np.ndarray, so_far: Completion, *, finished: bool) -> bool:
-        """False: it failed. It is put again, with a deadline and a line in the ledger, when the attempt has ended."""
+        """False: it failed, and is put again, with a deadline, when the attempt has ended."""
         try:
             column = await self._rewards.ask_beside(
                 self._live, self._attempt, offset, prompt_ids, so_far, finished=finished
             )
-        except Exception:
+        except Exception as fault:
             self._failed = True
+            self._rewards.tell_failed(fault)
             return False
         self._rewards.tell(column)
         return True

@@ -30,8 +30,9 @@ from headrace.runtime.parts import group_of, is_late, late_part
 from headrace.runtime.state import REFERENCE, TEACHER
 from headrace.types import Completion, Episode, EpisodeGroup, ScoreColumn, Task, Trajectory, Turn
 
-_OF_NO_GROUP = ("pivots", "explored")
-"""Kinds that say where to branch off next; the branches themselves are groups with records of their own."""
+_OF_NO_GROUP = ("again", "pivots", "explored")
+"""Kinds that count a question put again, or say where to branch off next; the branches themselves are groups with
+records of their own."""
 _UNDECODABLE = (ValueError, KeyError, TypeError, IndexError, struct.error, json.JSONDecodeError)
 
 

@@ -89,5 +89,6 @@ class Reporter:
             "tokens_by_state": self._state.ledger.tokens(),
             "length_bias": self._state.ledger.length_bias(),
             "missing_scores": dict(self._state.missing_scores),
+            "asked_again": dict(self._state.asked_again),
             "given_up": self._state.num_given_up,
         }

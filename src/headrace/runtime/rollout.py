@@ -9,6 +9,7 @@ from the journal in order, so an environment only has to be deterministic given 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,13 +20,13 @@ import numpy as np
 from headrace.data import completions
 from headrace.data.routing import RouterShape, check_routing
 from headrace.errors import RecordError, TaskError
-from headrace.protocols import Engine, Environment
+from headrace.protocols import Environment
 from headrace.runtime.journal import Record
 from headrace.runtime.pivots import request_id
 from headrace.runtime.process_rewards import StepWatch
 from headrace.runtime.router import Router
 from headrace.runtime.state import LiveGroup
-from headrace.types import Completion, ForkPoint, Request, Sampling, Trajectory, Turn
+from headrace.types import Completion, ForkPoint, Request, Routing, Sampling, Trajectory, Turn
 
 
 class Interrupted(Exception):
@@ -80,11 +81,12 @@ class RolloutClient:
             fork=self._fork(number, prompt_ids),
         )
         completion, engine = await self._generate(request, number)
-        fault = self._routing_fault(completion, len(prompt_ids) + completion.num_tokens)
-        if fault:
-            # The tokens were sampled and count, and the fault ends this group alone.
-            self._journal(number, replace(completion, routing=None))
-            raise RecordError(f"request {request.id} on {engine}: {fault}")
+        if completion.routing is not None:
+            fault = self._routing_fault(completion.routing, len(prompt_ids) + completion.num_tokens)
+            if fault:
+                # The tokens were sampled and count, and the fault ends this group alone.
+                self._journal(number, replace(completion, routing=None))
+                raise RecordError(f"request {request.id} on {engine}: {fault}")
         turn = Turn(
             prompt_ids=prompt_ids,
             completion=self._news(completion),
@@ -92,17 +94,14 @@ class RolloutClient:
             seed=request.seed,
             engine=engine,
         )
-        self._write("turn", number, value=turn)
+        self._record({**self._where(number), "kind": "turn", "value": turn})
         return self._finished[number]
 
-    def _routing_fault(self, completion: Completion, num_tokens: int | None = None) -> str:
-        """What is wrong with its routes, of which a snapshot has some only; empty: nothing."""
-        routing = completion.routing
-        if routing is None:
-            return ""
+    def _routing_fault(self, routing: Routing, num_tokens: int) -> str:
+        """What is wrong with routes of so many tokens; empty: nothing."""
         known = {} if self._routers is None else self._routers._asdict()
         try:
-            check_routing(routing, num_tokens=num_tokens or len(routing.recorded), **known)
+            check_routing(routing, num_tokens=num_tokens, **known)
         except RecordError as error:
             return str(error)
         return ""
@@ -127,7 +126,8 @@ class RolloutClient:
                 return self._unfinished or completions.EMPTY, name
             engine = self._router.lease(self._live.group, request.id)
             name = engine.name
-            self._show(engine, request.id)
+            if self._watch is not None:
+                self._watch.abort = functools.partial(engine.abort, (request.id,))
             try:
                 completion = await engine.generate(request, lambda c: self._grew(number, prompt_ids, c))
             except asyncio.CancelledError:
@@ -141,10 +141,6 @@ class RolloutClient:
             request = replace(request, prefix=self._unfinished)
         raise Interrupted
 
-    def _show(self, engine: Engine, request_id: str) -> None:
-        if self._watch is not None:
-            self._watch.abort = lambda: engine.abort((request_id,))
-
     def _grew(self, number: int, prompt_ids: np.ndarray, so_far: Completion) -> None:
         self._journal(number, so_far)
         if self._watch is not None:
@@ -152,19 +148,20 @@ class RolloutClient:
 
     def _journal(self, number: int, so_far: Completion) -> None:
         news = self._news(so_far)
-        if self._routing_fault(news):
+        routing = news.routing
+        # A snapshot on the way has some of the routes only.
+        if routing is not None and self._routing_fault(routing, len(routing.recorded)):
             news = replace(news, routing=None)
         if news.num_tokens:
-            self._write("tokens", number, more=news)
+            self._record({**self._where(number), "kind": "tokens", "more": news})
 
     def _news(self, completion: Completion) -> Completion:
         """What the journal does not hold yet."""
         known = self._unfinished
         return completion if known is None else completions.tail(completion, known.num_tokens)
 
-    def _write(self, kind: str, number: int, **fields: object) -> None:
-        where = {"group": self._live.group, "attempt": self._attempt, "turn": number}
-        self._record({"kind": kind, **where, **fields})
+    def _where(self, number: int) -> dict[str, int]:
+        return {"group": self._live.group, "attempt": self._attempt, "turn": number}
 
     @property
     def _finished(self) -> list[Turn]:

@@ -20,7 +20,6 @@ class ScoringMeter:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._ledger = TimeLedger(SCORING_ACTIVITIES, start=IDLE, clock=clock)
-        self._activity = IDLE
         self._num_generating = 0
         self._num_asking = 0
         self._num_answered = 0
@@ -28,25 +27,30 @@ class ScoringMeter:
         self._held_s = 0.0
         self._num_groups = 0
 
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """While an attempt is being generated."""
-        self._move(generating=1)
-        try:
-            yield
-        finally:
-            self._move(generating=-1)
+    def attempt_began(self) -> None:
+        """Attempts come and go by the thousand, so these two are plain calls; only the first of them to come and the
+        last to go can change anything here."""
+        self._num_generating += 1
+        if self._num_generating == 1:
+            self._look()
+
+    def attempt_ended(self) -> None:
+        self._num_generating -= 1
+        if self._num_generating == 0:
+            self._look()
 
     @contextmanager
     def asking(self, source: str) -> Iterator[None]:
         """While ``source`` works on a question."""
         since = self._clock()
-        self._move(asking=1)
+        self._num_asking += 1
+        self._look()
         try:
             yield
             self._num_answered += 1
         finally:
-            self._move(asking=-1)
+            self._num_asking -= 1
+            self._look()
             self._seconds[source] = self._seconds.get(source, 0.0) + self._clock() - since
 
     @contextmanager
@@ -73,12 +77,9 @@ class ScoringMeter:
             },
         )
 
-    def _move(self, *, generating: int = 0, asking: int = 0) -> None:
-        self._num_generating += generating
-        self._num_asking += asking
+    def _look(self) -> None:
+        """What goes on now."""
         busy = HIDDEN if self._num_generating else EXPOSED
         activity = busy if self._num_asking else IDLE
-        # Attempts come and go by the thousand, and most change nothing here.
-        if activity != self._activity:
-            self._activity = activity
+        if activity != self._ledger.current:
             self._ledger.switch(activity)

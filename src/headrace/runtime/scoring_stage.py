@@ -13,8 +13,9 @@ Nothing here is awaited by an engine or the trainer, and no group is held longer
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,10 @@ class ScoringStage:
         names = [source.name for source in sources]
         assert len(set(names)) == len(names), f"two score sources share a name: {names}"
         self._sources = tuple(sources)
+        self._asked_early = tuple([source for source in sources if source.per_attempt])
+        self._only = sources[0] if len(sources) == 1 and _needs_no_task(sources[0]) else None
+        self._num_waiting = 0
+        """Groups that wait for the only source."""
         self._record = record
         self._warn = warn
         self._places = {source.name: asyncio.Semaphore(source.concurrency) for source in sources}
@@ -59,24 +64,41 @@ class ScoringStage:
 
     def attempt_ended(self, live: LiveGroup, attempt: int) -> None:
         """Ask what can be asked now."""
-        for source in self._sources:
-            if source.per_attempt and not _is_known(source, live, attempt):
+        for source in self._asked_early:
+            if not _is_known(source, live, attempt):
                 self._ask(source, live, (attempt,))
 
     async def settle(self, live: LiveGroup, attempts: Sequence[int]) -> list[Missing]:
         """Returns when every source has spoken of these attempts of a group, which have ended, or has been given up;
         says what is missing. Raises the fault of a required source."""
+        if self._only is not None:
+            return await self._ask_only(self._only, live, attempts)
         for source in self._sources:
-            unknown = [a for a in attempts if not _is_known(source, live, a)]
+            unknown = attempts
+            if source.name in live.columns:
+                unknown = [a for a in attempts if not _is_known(source, live, a)]
             for asked in [(a,) for a in unknown] if source.per_attempt else [tuple(unknown)]:
                 if asked:
                     self._ask(source, live, asked)
+        asked_sources = [source for source in self._sources if (live.group, source.name) in self._asked]
         try:
             with self.meter.holding():
-                waits = [self._answers(source, live.group, attempts) for source in self._sources]
+                waits = [self._answers(source, live.group, attempts) for source in asked_sources]
                 return [missing for found in await _all(waits) for missing in found]
         finally:
             self._give_up(live.group, attempts)
+
+    async def _ask_only(self, source: ScoreSource, live: LiveGroup, attempts: Sequence[int]) -> list[Missing]:
+        """Nothing goes on beside this one question, and no deadline is kept here: it is simply awaited."""
+        unknown = [a for a in attempts if not _is_known(source, live, a)]
+        self._num_waiting += 1
+        try:
+            with self.meter.holding():
+                if unknown:
+                    await self._question(source, live, tuple(unknown))
+        finally:
+            self._num_waiting -= 1
+        return []
 
     def forget(self, group: int) -> None:
         """Give up every question about a group that has ended."""
@@ -87,14 +109,20 @@ class ScoringStage:
     def _give_up(self, group: int, attempts: Sequence[int]) -> None:
         """Only the questions about these attempts."""
         for source in self._sources:
-            questions = self._asked.pop((group, source.name), {})
-            for about in [about for about in questions if set(about) <= set(attempts)]:
+            questions = self._asked.get((group, source.name), {})
+            for about in self._about(source, group, attempts):
                 questions.pop(about).cancel()
-            if questions:
-                self._asked[group, source.name] = questions
+            if not questions:
+                self._asked.pop((group, source.name), None)
+
+    def _about(self, source: ScoreSource, group: int, attempts: Sequence[int]) -> _Questions:
+        """The questions about these attempts and no others."""
+        questions = self._asked.get((group, source.name), {})
+        return {about: question for about, question in questions.items() if set(attempts).issuperset(about)}
 
     def status(self) -> RoleStatus:
-        queued = sum(not q.done() for questions in self._asked.values() for q in questions.values())
+        tasks = [question for questions in self._asked.values() for question in questions.values()]
+        queued = self._num_waiting + sum(not task.done() for task in tasks)
         return self.meter.status({"queued": queued, **self._counts})
 
     def _ask(self, source: ScoreSource, live: LiveGroup, attempts: tuple[int, ...]) -> None:
@@ -115,8 +143,7 @@ class ScoringStage:
         self._record({"kind": "scores", "columns": list(columns)})
 
     async def _answers(self, source: ScoreSource, group: int, attempts: Sequence[int]) -> list[Missing]:
-        asked = self._asked.get((group, source.name), {})
-        questions = {about: question for about, question in asked.items() if set(about) <= set(attempts)}
+        questions = self._about(source, group, attempts)
         if not questions:
             return []
         how = asyncio.FIRST_EXCEPTION if source.required else asyncio.ALL_COMPLETED
@@ -135,7 +162,7 @@ class ScoringStage:
         return [(source.name, a, self._count(source, f)) for attempts, f in faults.items() for a in attempts]
 
     def _count(self, source: ScoreSource, fault: BaseException) -> str:
-        why = _why(fault)
+        why = reason_of(fault)
         name = f"{source.name}_{why}"
         self._counts[name] += 1
         if self._counts[name] == 1:
@@ -143,8 +170,10 @@ class ScoringStage:
         return why
 
 
-async def _all(waits: Iterable[Coroutine[Any, Any, list[Missing]]]) -> list[list[Missing]]:
+async def _all(waits: Sequence[Coroutine[Any, Any, list[Missing]]]) -> list[list[Missing]]:
     """The answers of all; the first fault cancels the other waits."""
+    if len(waits) == 1:
+        return [await waits[0]]
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         return list(await asyncio.gather(*tasks))
@@ -163,21 +192,30 @@ def check_columns(source: str, group: int, attempts: Sequence[int], columns: Seq
         if (column.source, column.group, column.attempt) != (source, group, attempt):
             wrong = f"{column.source} of {column.group}/{column.attempt}"
             raise InvalidScore(f"{source} was asked about {group}/{attempt} and answered as {wrong}")
-        where = f"{source} of attempt {group}/{attempt}"
-        rewards = [value for value in column.rewards.values() if value is not None]
-        if not np.isfinite(rewards).all():
-            raise InvalidScore(f"{where}: a reward is not finite ({dict(column.rewards)})")
-        ends, scores = column.step_ends, column.step_scores
-        if ends is not None and (scores is None or len(scores) != len(ends)):
-            raise InvalidScore(
-                f"{where}: {0 if scores is None else len(scores)} scores for {len(ends)} steps"
-            )
-        num_given = 1 if ends is None else len(ends)
-        if column.versions is not None and len(column.versions) != num_given:
-            raise InvalidScore(f"{where}: {len(column.versions)} versions of it for {num_given} scores")
-        for values in (*([] if scores is None else [scores]), *(column.logprobs or ())):
-            if not np.isfinite(values).all():
-                raise InvalidScore(f"{where}: a score is not finite")
+        fault = _fault(column)
+        if fault:
+            raise InvalidScore(f"{source} of attempt {group}/{attempt}: {fault}")
+
+
+def _fault(column: ScoreColumn) -> str:
+    """What is wrong with what it says; empty: nothing."""
+    if not all(map(math.isfinite, [value for value in column.rewards.values() if value is not None])):
+        return f"a reward is not finite ({dict(column.rewards)})"
+    ends, scores = column.step_ends, column.step_scores
+    if ends is not None and (scores is None or len(scores) != len(ends)):
+        return f"{0 if scores is None else len(scores)} scores for {len(ends)} steps"
+    num_given = 1 if ends is None else len(ends)
+    if column.versions is not None and len(column.versions) != num_given:
+        return f"{len(column.versions)} versions of it for {num_given} scores"
+    for values in (*(() if scores is None else (scores,)), *(column.logprobs or ())):
+        if not np.isfinite(values).all():
+            return "a score is not finite"
+    return ""
+
+
+def _needs_no_task(source: ScoreSource) -> bool:
+    """Whether a group has one question to it, whose end nobody but the source has to see to."""
+    return source.required and not source.per_attempt and source.deadline_s is None
 
 
 def _is_known(source: ScoreSource, live: LiveGroup, attempt: int) -> bool:
@@ -186,7 +224,8 @@ def _is_known(source: ScoreSource, live: LiveGroup, attempt: int) -> bool:
     return column is not None and is_whole(column, num_tokens)
 
 
-def _why(fault: BaseException) -> str:
+def reason_of(fault: BaseException) -> str:
+    """Under which a score is missing."""
     if isinstance(fault, (DeadlineError, TimeoutError)):
         return "late"
     if isinstance(fault, RoleError):

@@ -10,6 +10,7 @@ killed controller knew is what its successor reads back. The record kinds:
     episode  {group, attempt, trajectories}        an attempt is finished; a trajectory is a list of its turns
                                                    by number, text, policy and trainable
     scores   {columns}                             a source has said something of these attempts
+    again    {source, why}                         a question failed while its attempt went on; it is put once more
     scored   {group, returns, missing, attempts}   these attempts (left out: all) wait for their batch; ``missing``
                                                    lists what they go without, as (source, attempt, why)
     pivots   {tasks, room}                         points inside failed attempts of a group, for branch groups
@@ -23,6 +24,7 @@ In the last three a group that was released with a quorum of its attempts is nam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,15 +96,21 @@ class LiveGroup:
         return not self.quorum or self.scored is not None
 
     @property
+    def is_late_open(self) -> bool:
+        """There are attempts that its quorum did not wait for, and they still wait for their step."""
+        return 0 < len(self.quorum) < self.num_attempts and not self.late_ended
+
+    @property
     def parts(self) -> list[int]:
         """Those that have not ended."""
-        is_late_open = bool(self.quorum) and len(self.quorum) < self.num_attempts and not self.late_ended
-        return [self.group] * self.is_first_open + [late_part(self.group)] * is_late_open
+        return [self.group] * self.is_first_open + [late_part(self.group)] * self.is_late_open
 
     @property
     def unscored(self) -> int | None:
         """The part that attempts still run for; None: all are scored."""
-        return next((part for part in self.parts if self.scored_part(part) is None), None)
+        if not self.quorum:
+            return self.group
+        return late_part(self.group) if self.late is None and self.is_late_open else None
 
     @property
     def is_branch(self) -> bool:
@@ -113,10 +121,14 @@ class LiveGroup:
         """Tokens of its finished turns, also of those that are in no trajectory."""
         return sum(turn.completion.num_tokens for turn in self.turns.get(attempt, ()))
 
-    def rewards(self, attempt: int) -> dict[str, float | None]:
-        """What all sources together give the attempt as a whole."""
-        said = [self.columns[source].get(attempt) for source in sorted(self.columns)]
-        return {name: value for column in said if column for name, value in column.rewards.items()}
+    def rewards(self, attempts: Sequence[int]) -> list[dict[str, float | None]]:
+        """What all sources together give each of these attempts as a whole."""
+        given: list[dict[str, float | None]] = [{} for _ in attempts]
+        for _, of_source in sorted(self.columns.items()):
+            for attempt, rewards in zip(attempts, given, strict=True):
+                if attempt in of_source:
+                    rewards.update(of_source[attempt].rewards)
+        return given
 
 
 @dataclass(slots=True)
@@ -132,6 +144,8 @@ class RunState:
     groups: dict[int, LiveGroup] = field(default_factory=dict)
     missing_scores: dict[str, int] = field(default_factory=dict)
     """Scores that attempts went without, by ``<source>: <why>``."""
+    asked_again: dict[str, int] = field(default_factory=dict)
+    """Questions that failed while their attempt went on and were put again at its end, likewise."""
     num_given_up: int = 0
     """Attempts that were ended early because their steps looked hopeless."""
     progress: int = 0
@@ -156,6 +170,7 @@ class RunState:
             "num_trained_groups": self.num_trained_groups,
             "pivots": self.pivots.snapshot(),
             "missing_scores": dict(self.missing_scores),
+            "asked_again": dict(self.asked_again),
             "num_given_up": self.num_given_up,
             "ledger": self.ledger.snapshot(),
             "groups": [
@@ -175,15 +190,19 @@ class RunState:
             groups={group.group: group for group in groups},
         )
 
-    def live(self, part: int) -> LiveGroup:
+    def live(self, group: int) -> LiveGroup:
         try:
-            return self.groups[group_of(part)]
+            return self.groups[group]
         except KeyError:
-            raise InvariantError(f"group {group_of(part)} is not live") from None
+            raise InvariantError(f"group {group} is not live") from None
+
+    def live_part(self, part: int) -> LiveGroup:
+        """The group that a part belongs to."""
+        return self.live(group_of(part))
 
     def end(self, part: int) -> None:
         """A part was trained or dropped; the group is forgotten with its last one."""
-        live = self.live(part)
+        live = self.live_part(part)
         if is_late(part):
             live.late, live.late_ended = None, True
         else:
@@ -225,13 +244,13 @@ def _episode(state: RunState, r: dict[str, Any]) -> None:
     live, attempt = state.live(r["group"]), r["attempt"]
     state.ledger.move(live.group, (attempt,), "generating", "scoring")
     turns = live.turns.get(attempt, [])
-    state.num_given_up += any(turn.completion.finish_reason == "abort" for turn in turns)
-    trajectories = tuple(
+    state.num_given_up += "abort" in [turn.completion.finish_reason for turn in turns]
+    trajectories = [
         Trajectory(turns=tuple([turns[i] for i in numbers]), text=text, policy=policy, trainable=trainable)
         for numbers, text, policy, trainable in r["trajectories"]
-    )
+    ]
     live.episodes[attempt] = Episode(
-        group=live.group, attempt=attempt, task=live.task, trajectories=trajectories
+        group=live.group, attempt=attempt, task=live.task, trajectories=tuple(trajectories)
     )
     order = [number for numbers, *_ in r["trajectories"] for number in numbers]
     if order != list(range(len(turns))):
@@ -255,21 +274,32 @@ def _continued(known: ScoreColumn, more: ScoreColumn) -> ScoreColumn:
 def _scored(state: RunState, r: dict[str, Any]) -> None:
     live = state.live(r["group"])
     attempts = list(r.get("attempts", range(live.num_attempts)))
-    state.ledger.move(live.group, tuple(attempts), "scoring", "buffered")
+    state.ledger.move(live.group, attempts, "scoring", "buffered")
     scored = _bound(live, attempts, r["returns"])
     if live.quorum:
         live.late = scored
     else:
         live.scored, live.quorum, live.frozen = scored, attempts, list(r["returns"])
     for source, _, why in r["missing"]:
-        name = f"{source}: {why}"
-        state.missing_scores[name] = state.missing_scores.get(name, 0) + 1
+        _count(state.missing_scores, source, why)
+
+
+def _again(state: RunState, r: dict[str, Any]) -> None:
+    _count(state.asked_again, r["source"], r["why"])
+
+
+def _count(faults: dict[str, int], source: str, why: str) -> None:
+    name = f"{source}: {why}"
+    faults[name] = faults.get(name, 0) + 1
 
 
 def _bound(live: LiveGroup, attempts: list[int], returns: list[float]) -> EpisodeGroup:
     """These attempts with all that was said of them, which the live group then lets go: keeping them twice would
     double the checkpoint."""
-    episodes = tuple(_with_rewards(live.episodes.pop(a), live.rewards(a)) for a in attempts)
+    rewards = live.rewards(attempts)
+    episodes = [
+        _with_rewards(live.episodes.pop(a), given) for a, given in zip(attempts, rewards, strict=True)
+    ]
     said = {
         source: {a: _ordered(live, of_source.pop(a)) for a in attempts if a in of_source}
         for source, of_source in sorted(live.columns.items())
@@ -283,7 +313,7 @@ def _bound(live: LiveGroup, attempts: list[int], returns: list[float]) -> Episod
     return EpisodeGroup(
         group=live.group,
         task=live.task,
-        episodes=episodes,
+        episodes=tuple(episodes),
         returns=tuple(returns),
         ref_logprobs=_of_samples(references) if references else None,
         teacher=_taught(taught) if taught else None,
@@ -337,22 +367,22 @@ def _explored(state: RunState, r: dict[str, Any]) -> None:
 
 
 def _drop(state: RunState, r: dict[str, Any]) -> None:
-    live = state.live(r["group"])
-    state.ledger.drop(live.group, tuple(live.attempts(r["group"])), r["reason"])
+    live = state.live_part(r["group"])
+    state.ledger.drop(live.group, live.attempts(r["group"]), r["reason"])
     state.end(r["group"])
 
 
 def _take(state: RunState, r: dict[str, Any]) -> None:
     for part in r["groups"]:
-        live = state.live(part)
-        state.ledger.move(live.group, tuple(live.attempts(part)), "buffered", "training")
+        live = state.live_part(part)
+        state.ledger.move(live.group, live.attempts(part), "buffered", "training")
 
 
 def _trained(state: RunState, r: dict[str, Any]) -> None:
     state.step, state.version = r["step"], r["version"]
     for part in r["groups"]:
-        live = state.live(part)
-        state.ledger.move(live.group, tuple(live.attempts(part)), "training", "trained")
+        live = state.live_part(part)
+        state.ledger.move(live.group, live.attempts(part), "training", "trained")
         state.num_trained_groups += not live.is_branch and not is_late(part)
         state.end(part)
 
@@ -363,6 +393,7 @@ _HANDLERS = {
     "turn": _turn,
     "episode": _episode,
     "scores": _scores,
+    "again": _again,
     "scored": _scored,
     "pivots": _pivots,
     "explored": _explored,

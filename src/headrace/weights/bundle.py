@@ -18,8 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from operator import itemgetter
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -29,37 +28,77 @@ from headrace.types import TensorBlob, TensorSlot
 T = TypeVar("T")
 U = TypeVar("U")
 
+Summed = Literal["sources", "copies"]
+
 ALIGNMENT_BYTES = 64
 CHUNK_BYTES = 1 << 20
 ROW_WORDS = 2048
-_ROWS = CHUNK_BYTES // 8 // ROW_WORDS
+PIECE_BYTES = CHUNK_BYTES // 4
+"""What is copied at a time: small enough to be in its core's cache still when it is summed."""
 _PLACES = np.arange(1, 2 * ROW_WORDS, 2, dtype=np.uint64)
-_BLOCK_BYTES = 32 * CHUNK_BYTES
-"""Large enough that copies go past the cache."""
+_BLOCK_BYTES = 8 * CHUNK_BYTES
+"""What a thread takes at a time."""
 _MAX_THREADS = 4
 
 
-def lay_out(blobs: Sequence[TensorBlob]) -> tuple[tuple[TensorSlot, ...], int]:
-    """Aligned slots in the order given, and the length of the whole payload."""
-    slots: list[TensorSlot] = []
-    names: set[str] = set()
-    end = 0
-    for blob in blobs:
-        if blob.name in names:
+class Layout:
+    """Aligned slots one after the other, as tensors come."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._slots: dict[str, TensorSlot] = {}
+
+    @property
+    def slots(self) -> tuple[TensorSlot, ...]:
+        return tuple(self._slots.values())
+
+    def add(self, blobs: Iterable[TensorBlob]) -> list[TensorSlot]:
+        """The slots of the next tensors."""
+        return [self._add(blob) for blob in blobs]
+
+    def _add(self, blob: TensorBlob) -> TensorSlot:
+        if blob.name in self._slots:
             raise WeightSyncError(f"tensor {blob.name!r} is in the bundle twice; send shared tensors once")
-        names.add(blob.name)
-        slots.append(
-            TensorSlot(
-                name=blob.name,
-                dtype=blob.dtype,
-                shape=blob.shape,
-                offset=end,
-                num_bytes=blob.data.nbytes,
-                form=blob.form,
-            )
+        slot = TensorSlot(
+            name=blob.name,
+            dtype=blob.dtype,
+            shape=blob.shape,
+            offset=self.num_bytes,
+            num_bytes=blob.data.nbytes,
+            form=blob.form,
         )
-        end += -(-blob.data.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return tuple(slots), end
+        self._slots[blob.name] = slot
+        self.num_bytes += -(-slot.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return slot
+
+
+def lay_out(blobs: Sequence[TensorBlob]) -> tuple[tuple[TensorSlot, ...], int]:
+    """The slots of a whole bundle, and the length of its payload."""
+    layout = Layout()
+    layout.add(blobs)
+    return layout.slots, layout.num_bytes
+
+
+def in_buckets(items: Iterable[T], num_bytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """The items in order, in lists of up to ``limit`` bytes or of one larger item. A caller that drops its list
+    before it asks for the next never holds two."""
+    bucket: list[T] = []
+    held_bytes = 0
+    for item in items:
+        if bucket and held_bytes + num_bytes(item) > limit:
+            full, bucket, held_bytes = bucket, [], 0
+            yield full
+            del full
+        bucket.append(item)
+        held_bytes += num_bytes(item)
+        del item
+    if bucket:
+        yield bucket
+
+
+def blob_bytes(blob: TensorBlob) -> int:
+    num_bytes: int = blob.data.nbytes
+    return num_bytes
 
 
 def views(slots: Sequence[TensorSlot], payload: np.ndarray) -> list[np.ndarray]:
@@ -78,10 +117,15 @@ def digest(version: int, tensors: Sequence[TensorSlot | TensorBlob], parts: Sequ
 
 
 def copy_and_digest(
-    version: int, slots: Sequence[TensorSlot], sources: Sequence[np.ndarray], targets: Sequence[np.ndarray]
+    version: int,
+    slots: Sequence[TensorSlot],
+    sources: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray],
+    *,
+    of: Summed,
 ) -> str:
-    """Copy every source to its target and return the digest of the copies."""
-    return joined_digest(version, slots, chunk_sums(sources, targets))
+    """Copy every source to its target and return the digest of either."""
+    return joined_digest(version, slots, chunk_sums(sources, targets, of=of))
 
 
 def joined_digest(
@@ -95,26 +139,31 @@ def joined_digest(
     return whole.hexdigest()
 
 
-def chunk_sums(parts: Sequence[np.ndarray], targets: Sequence[np.ndarray] | None = None) -> list[np.ndarray]:
-    """uint64, one number for each chunk of each part. With ``targets`` the parts are copied there first, and
-    the copies are what is summed."""
+def chunk_sums(
+    parts: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray] | None = None,
+    *,
+    of: Summed = "sources",
+) -> list[np.ndarray]:
+    """uint64, one number for each chunk of each part. With ``targets`` the parts are copied there, and each piece
+    is summed right after: ``of`` "sources" where nobody else writes to them (a copy may go past the cache, a
+    source never does), else "copies"."""
     blocks = [
         (number, start) for number, part in enumerate(parts) for start in range(0, len(part), _BLOCK_BYTES)
     ]
 
-    def work(block: tuple[int, int]) -> np.ndarray:
+    def work(block: tuple[int, int]) -> list[np.uint64]:
         number, start = block
-        data = parts[number][start : start + _BLOCK_BYTES]
-        if targets is not None:
-            target = targets[number][start : start + _BLOCK_BYTES]
-            np.copyto(target, data)
-            data = target
-        return _sums_of_block(data)
+        sums = []
+        for chunk in _slices(start, min(start + _BLOCK_BYTES, len(parts[number]))):
+            target = None if targets is None else targets[number][chunk]
+            sums.append(_sum_of_chunk(parts[number][chunk], target, of))
+        return sums
 
     found = in_threads(work, blocks, num_bytes=sum(len(part) for part in parts))
     sums = [np.zeros(0, np.uint64)] * len(parts)
     for number, several in groupby(zip(blocks, found, strict=True), key=lambda pair: pair[0][0]):
-        sums[number] = np.concatenate(list(map(itemgetter(1), several)))
+        sums[number] = np.array([one for _, block in several for one in block], np.uint64)
     return sums
 
 
@@ -128,30 +177,30 @@ def in_threads(work: Callable[[T], U], items: Sequence[T], *, num_bytes: int) ->
         return list(pool.map(work, items))
 
 
-def _sums_of_block(data: np.ndarray) -> np.ndarray:
-    """uint64, one for each chunk; a last, shorter chunk counts as if it ended in zeros."""
-    num_whole = len(data) // CHUNK_BYTES
-    whole = _sums_of_chunks(data[: num_whole * CHUNK_BYTES])
-    if len(data) == num_whole * CHUNK_BYTES:
-        return whole
-    rest = data[num_whole * CHUNK_BYTES :]
-    row_bytes = 8 * ROW_WORDS
-    padded = np.zeros(-(-len(rest) // row_bytes) * row_bytes, np.uint8)
-    padded[: len(rest)] = rest
-    return np.append(whole, _weighed(padded.view(np.uint64).reshape(1, -1, ROW_WORDS)))
+def _slices(start: int, end: int) -> Iterator[slice]:
+    return (slice(chunk, min(chunk + CHUNK_BYTES, end)) for chunk in range(start, end, CHUNK_BYTES))
 
 
-def _sums_of_chunks(data: np.ndarray) -> np.ndarray:
-    if data.ctypes.data % 8:
-        data = data.copy()
-    return _weighed(data.view(np.uint64).reshape(-1, _ROWS, ROW_WORDS))
-
-
-def _weighed(words: np.ndarray) -> np.ndarray:
-    """[chunks, rows, words of a row] -> [chunks]; sums wrap around."""
-    columns: np.ndarray = words.sum(axis=1, dtype=np.uint64)
-    weighed: np.ndarray = (columns * _PLACES).sum(axis=1, dtype=np.uint64)
+def _sum_of_chunk(data: np.ndarray, target: np.ndarray | None, of: Summed) -> np.uint64:
+    """Sums wrap around."""
+    columns = np.zeros(ROW_WORDS, np.uint64)
+    for start in range(0, len(data), PIECE_BYTES):
+        piece = data[start : start + PIECE_BYTES]
+        if target is not None:
+            copy = target[start : start + PIECE_BYTES]
+            np.copyto(copy, piece)
+            piece = copy if of == "copies" else piece
+        columns += _rows(piece).sum(axis=0, dtype=np.uint64)
+    weighed: np.uint64 = (columns * _PLACES).sum(dtype=np.uint64)
     return weighed
+
+
+def _rows(piece: np.ndarray) -> np.ndarray:
+    """uint64 [rows, words of a row]; a last, shorter row is filled up with zeros."""
+    missing = -len(piece) % (8 * ROW_WORDS)
+    if missing:
+        piece = np.concatenate((piece, np.zeros(missing, np.uint8)))
+    return piece.view(np.uint64).reshape(-1, ROW_WORDS)
 
 
 def check_slots(slots: Sequence[TensorSlot], num_bytes: int) -> None:

@@ -181,9 +181,10 @@ def _place_of(tensors: Sequence[TensorBlob]) -> torch.device:
 def _copy_aside(
     version: int, slots: Sequence[TensorSlot], tensors: Sequence[TensorBlob], payload: torch.Tensor
 ) -> str:
-    """Copy the tensors into the payload; returns the digest of the copies."""
+    """Copy the tensors into the payload; returns their digest."""
     if payload.device.type == "cpu":
-        return copy_and_digest(version, slots, on_host(tensors), views(slots, payload.numpy()))
+        targets = views(slots, payload.numpy())
+        return copy_and_digest(version, slots, on_host(tensors), targets, of="sources")
     parts = _shares(slots, payload)
     torch._foreach_copy_(parts, [tensor.data for tensor in tensors])
     return joined_digest(version, slots, [device.chunk_sums(part) for part in parts])

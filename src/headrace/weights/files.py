@@ -25,6 +25,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,18 @@ import numpy as np
 from headrace import wire
 from headrace.errors import WeightSyncError
 from headrace.types import BundleKind, TensorBlob, TensorSlot, WeightManifest
-from headrace.weights.bundle import check_slots, digest, lay_out, on_host, unpack, views
+from headrace.weights.bundle import (
+    Layout,
+    blob_bytes,
+    check_slots,
+    chunk_sums,
+    digest,
+    in_buckets,
+    joined_digest,
+    on_host,
+    unpack,
+    views,
+)
 
 TRANSPORT = "files"
 MANIFEST = "manifest"
@@ -66,24 +78,21 @@ class FilesSender:
         """Write the tensors out; they stay until ``retire(version)``. Sending a version again replaces what
         was sent of the same kind."""
         kind = kind or "full"
-        tensors = list(blobs)
-        slots, num_bytes = lay_out(tensors)
-        parts = on_host(tensors)
         self._num_sent += 1
         path = self._folder / f"v{version:08d}-{kind}-{self._num_sent}"
-        manifest = WeightManifest(
+        announced = WeightManifest(
             version=version,
             base_version=base_version,
             kind=kind,
             transport=TRANSPORT,
             location=str(path),
-            num_bytes=num_bytes,
-            digest=digest(version, slots, parts),
-            slots=slots,
+            num_bytes=0,
+            digest="",
+            slots=(),
             result=result,
         )
         try:
-            self._write(path, manifest, parts)
+            manifest = self._write(path, announced, blobs)
         except OSError as error:
             raise WeightSyncError(
                 f"cannot write version {version} to {self._folder} ({error.strerror}); make room there or choose "
@@ -109,15 +118,21 @@ class FilesSender:
         for *_, path in list(_bundles(self._folder)):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _write(self, path: Path, manifest: WeightManifest, parts: Sequence[np.ndarray]) -> None:
+    def _write(self, path: Path, announced: WeightManifest, blobs: Iterable[TensorBlob]) -> WeightManifest:
+        """Returns the announcement with what the tensors turned out to be. They are taken a bucket at a time, so
+        that those which are made for it never exist all at once."""
         unfinished = self._folder / f"{_UNFINISHED}{os.getpid()}-{self._num_sent}"
         unfinished.mkdir()
+        layout, names = Layout(), map(_bucket_name, count())
+        sums: list[np.ndarray] = []
         try:
-            for number, bucket in enumerate(buckets(manifest.slots)):
-                _write_file(
-                    unfinished / _bucket_name(number),
-                    [_header([manifest.slots[i] for i in bucket]), *(parts[i] for i in bucket)],
-                )
+            for bucket in in_buckets(blobs, blob_bytes, _BUCKET_BYTES):
+                slots, parts = layout.add(bucket), on_host(bucket)
+                _write_file(unfinished / next(names), [_header(slots), *parts])
+                sums += chunk_sums(parts)
+                del bucket, parts
+            checksum = joined_digest(announced.version, layout.slots, sums)
+            manifest = replace(announced, num_bytes=layout.num_bytes, digest=checksum, slots=layout.slots)
             _write_file(unfinished / MANIFEST, [wire.encode(manifest)])
             _flush_directory(unfinished)
             unfinished.rename(path)
@@ -125,6 +140,7 @@ class FilesSender:
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
+        return manifest
 
     def _drop(self, version: int, kind: str) -> None:
         path = self._live.pop((version, kind), None)
@@ -153,9 +169,11 @@ class FilesReceiver:
         payload = np.zeros(manifest.num_bytes, np.uint8)
         parts = views(manifest.slots, payload)
         try:
-            for number, bucket in enumerate(buckets(manifest.slots)):
-                slots = [manifest.slots[i] for i in bucket]
-                _read_bucket(path / _bucket_name(number), slots, [parts[i] for i in bucket])
+            placed = zip(manifest.slots, parts, strict=True)
+            for number, bucket in enumerate(
+                in_buckets(placed, lambda pair: pair[0].num_bytes, _BUCKET_BYTES)
+            ):
+                _read_bucket(path / _bucket_name(number), bucket)
         except FileNotFoundError:
             raise WeightSyncError(_gone(manifest)) from None
         if digest(manifest.version, manifest.slots, parts) != manifest.digest:
@@ -193,20 +211,6 @@ def newest(folder: Path) -> WeightManifest | None:
     return None
 
 
-def buckets(slots: Sequence[TensorSlot]) -> Iterator[list[int]]:
-    """Indices of the tensors of each file, in order."""
-    bucket: list[int] = []
-    num_bytes = 0
-    for i, slot in enumerate(slots):
-        if bucket and num_bytes + slot.num_bytes > _BUCKET_BYTES:
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append(i)
-        num_bytes += slot.num_bytes
-    if bucket:
-        yield bucket
-
-
 def _bundles(folder: Path) -> Iterator[tuple[int, str, int, Path]]:
     """(version, kind, number, path) of what lies whole in the folder."""
     for path in folder.iterdir():
@@ -241,13 +245,13 @@ def _header(slots: Sequence[TensorSlot]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_bucket(path: Path, slots: Sequence[TensorSlot], targets: Sequence[np.ndarray]) -> None:
-    """Fill the targets with the tensors of one file. Its head must be the one these slots have."""
-    head = _header(slots)
+def _read_bucket(path: Path, bucket: Sequence[tuple[TensorSlot, np.ndarray]]) -> None:
+    """Fill each slot's array from one file. Its head must be the one these slots have."""
+    head = _header([slot for slot, _ in bucket])
     with open(path, "rb", buffering=0) as file:
         if file.read(len(head)) != head:
             raise WeightSyncError(f"{path} holds other tensors than announced; publish the weights again")
-        for slot, target in zip(slots, targets, strict=True):
+        for slot, target in bucket:
             num_read = 0
             while num_read < slot.num_bytes:
                 num_new = file.readinto(target[num_read:].data)

@@ -7,7 +7,8 @@ and go.
     segment = header page (state, version, length, digest) + payload
 
 Invariant: a receiver yields the bytes of the version it was promised, or raises and yields nothing.
-A sender overwrites a segment only after ``retire``, and marks the header before the first byte changes.
+A sender overwrites a segment only after ``retire``, and marks the header before the first byte changes. It takes
+tensors a bucket at a time, so that those which are made for it (gathered, brought from a GPU) never exist all at once.
 A reader that was given up on may still be at work then, so a receiver never trusts shared bytes: it copies
 them into memory of its own and verifies that copy, and only the copy is handed out. It maps the file (reading
 it is three times as slow) after a look at its length: a mapped file that shrinks kills its reader with
@@ -29,7 +30,19 @@ import numpy as np
 
 from headrace.errors import WeightSyncError
 from headrace.types import BundleKind, TensorBlob, WeightManifest
-from headrace.weights.bundle import check_slots, copy_and_digest, lay_out, on_host, unpack, views
+from headrace.weights.bundle import (
+    PIECE_BYTES,
+    Layout,
+    blob_bytes,
+    check_slots,
+    chunk_sums,
+    copy_and_digest,
+    in_buckets,
+    joined_digest,
+    on_host,
+    unpack,
+    views,
+)
 from headrace.weights.segment_directory import create_segment_directory, segment_root, sweep
 
 __all__ = ["SharedMemoryReceiver", "SharedMemorySender", "create_segment_directory", "segment_root", "sweep"]
@@ -40,6 +53,14 @@ _HEADER = struct.Struct("<8sqqQ16s")
 _MAGIC = b"HEADRACE"
 _FREE, _WRITING, _WHOLE = 0, 1, 2
 _NOTHING = np.zeros(0, np.uint8)
+_BUCKET_BYTES = 256 << 20
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+"""Where the system can, pages are mapped all at once, not one by one as they are first written."""
+
+SENDER_ENVIRONMENT = {"GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PIECE_BYTES:#x}"}
+"""What a process that sends should be started with: copies of a piece and more then go past the cache. By itself
+glibc does that only for copies about as large as the cache, and smaller ones first read every line that they then
+write over. Other C libraries and processors do not look at it."""
 
 
 class SharedMemorySender:
@@ -51,6 +72,8 @@ class SharedMemorySender:
         self._live: dict[tuple[int, str], _Segment] = {}
         self._free: list[_Segment] = []
         self._num_created = 0
+        self._last_bytes: dict[str, int] = {}
+        """Of the bundle of each kind sent last: the next will be about as long."""
 
     def send(
         self,
@@ -64,12 +87,23 @@ class SharedMemorySender:
         """Copy the tensors out; they stay valid until ``retire(version)``. Sending a version again
         replaces what was sent of the same kind."""
         kind = kind or "full"
-        tensors = list(blobs)
-        slots, num_bytes = lay_out(tensors)
-        segment = self._take(num_bytes)
-        segment.mark(_WRITING, version, num_bytes, bytes(16))
-        checksum = copy_and_digest(version, slots, on_host(tensors), views(slots, segment.payload))
-        segment.mark(_WHOLE, version, num_bytes, bytes.fromhex(checksum))
+        layout = Layout()
+        sums: list[np.ndarray] = []
+        segment: _Segment | None = None
+        try:
+            for bucket in in_buckets(blobs, blob_bytes, _BUCKET_BYTES):
+                slots = layout.add(bucket)
+                segment = self._with_room(segment, layout.num_bytes, version, kind)
+                sums += chunk_sums(on_host(bucket), views(slots, segment.payload))
+                del bucket
+            segment = self._with_room(segment, layout.num_bytes, version, kind)
+        except BaseException:
+            if segment is not None:
+                segment.remove()
+            raise
+        checksum = joined_digest(version, layout.slots, sums)
+        segment.mark(_WHOLE, version, layout.num_bytes, bytes.fromhex(checksum))
+        self._last_bytes[kind] = layout.num_bytes
         self._free_segment(version, kind)
         self._live[version, kind] = segment
         return WeightManifest(
@@ -78,9 +112,9 @@ class SharedMemorySender:
             kind=kind,
             transport=TRANSPORT,
             location=str(segment.path),
-            num_bytes=num_bytes,
+            num_bytes=layout.num_bytes,
             digest=checksum,
-            slots=slots,
+            slots=layout.slots,
             result=result,
         )
 
@@ -103,6 +137,15 @@ class SharedMemorySender:
         self._live.clear()
         self._free.clear()
 
+    def _with_room(self, segment: _Segment | None, num_bytes: int, version: int, kind: str) -> _Segment:
+        """The segment that is being written, or a first one, with room for so many bytes."""
+        if segment is None:
+            segment = self._take(max(num_bytes, self._last_bytes.get(kind, 0)))
+            segment.mark(_WRITING, version, 0, bytes(16))
+        elif segment.capacity_bytes < num_bytes:
+            segment.grow(num_bytes)
+        return segment
+
     def _take(self, num_bytes: int) -> _Segment:
         fitting = [s for s in self._free if s.capacity_bytes >= num_bytes]
         if fitting:
@@ -120,27 +163,34 @@ class _Segment:
 
     def __init__(self, path: Path, capacity_bytes: int) -> None:
         self.path = path
-        self.capacity_bytes = capacity_bytes
+        self._open(capacity_bytes, os.O_CREAT | os.O_EXCL, _POPULATE)
+
+    def grow(self, capacity_bytes: int) -> None:
+        """Make the file longer. What is written already is not touched again, so it is not mapped in advance."""
+        self._open(capacity_bytes, 0, 0)
+
+    def _open(self, capacity_bytes: int, open_flags: int, map_flags: int) -> None:
         size = HEADER_BYTES + capacity_bytes
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            descriptor = os.open(self.path, os.O_RDWR | open_flags, 0o600)
             try:
                 # Reserving the pages turns a full disk into an error here; a hole in the mapping would
                 # turn it into SIGBUS at the first write.
                 if sys.platform == "linux":
-                    os.posix_fallocate(descriptor, 0, size)
+                    present = os.fstat(descriptor).st_size
+                    os.posix_fallocate(descriptor, present, size - present)
                 else:
                     os.ftruncate(descriptor, size)
-                self._map = mmap.mmap(descriptor, size)
+                self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | map_flags)
             finally:
                 os.close(descriptor)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
             raise WeightSyncError(
-                f"cannot map {size} bytes at {path} ({error.strerror}; {_free_bytes(path.parent)} bytes are "
-                "free): make room there or raise the size of /dev/shm"
+                f"cannot map {size} bytes at {self.path} ({error.strerror}; {_free_bytes(self.path.parent)} bytes "
+                "are free): make room there or raise the size of /dev/shm"
             ) from error
-
+        self.capacity_bytes = capacity_bytes
         self.payload = np.frombuffer(self._map, np.uint8, offset=HEADER_BYTES)
 
     def mark(self, state: int, version: int, num_bytes: int, checksum: bytes) -> None:
@@ -176,6 +226,7 @@ class SharedMemoryReceiver:
                     manifest.slots,
                     views(manifest.slots, shared),
                     views(manifest.slots, private),
+                    of="copies",
                 )
                 if found != manifest.digest:
                     _check_header(file.fileno(), manifest)  # names the cause where the header can tell

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from headrace.data.samples import NEVER_SAMPLED, build_samples, oldest_version
+from headrace.data.samples import NEVER_SAMPLED, build_samples, oldest_versions
 from headrace.types import (
     Completion,
     Episode,
@@ -70,7 +70,7 @@ def test_a_single_turn_becomes_one_sample() -> None:
     assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 0.5]
     assert (sample.group, sample.attempt, sample.temperature) == (7, 0, 0.7)
     assert sample.kv_versions.tolist() == [[6, 4]]
-    assert oldest_version(sample) == 6
+    assert oldest_versions([sample]).tolist() == [6]
 
 
 def test_a_turn_that_repeats_the_tokens_before_it_is_merged() -> None:
@@ -81,7 +81,7 @@ def test_a_turn_that_repeats_the_tokens_before_it_is_merged() -> None:
     assert sample.versions.tolist() == [-1, -1, 0, 0, -1, -1, 2]
     assert sample.advantages.tolist() == [0, 0, 1, 1, 0, 0, 1]
     assert sample.kv_versions.tolist() == [[2, 6]]
-    assert oldest_version(sample) == 0
+    assert oldest_versions([sample]).tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,13 @@ def test_a_wrong_number_of_advantages_is_refused() -> None:
         build_samples(group((0, [turn([1], [2])])), [1.0, 2.0])
 
 
-def test_oldest_version_without_sampled_tokens() -> None:
-    (sample,) = build_samples(group((0, [turn([1], [2])])), [1.0])
-    sample.loss_mask[:] = False
-    assert oldest_version(sample) == NEVER_SAMPLED
+def test_each_sample_is_as_old_as_its_oldest_sampled_token() -> None:
+    attempts = [
+        (i, [turn([1, 2], [3], version=v), turn([1, 2, 3], [4], version=8)]) for i, v in enumerate([7, 5, 9])
+    ]
+    samples = build_samples(group(*attempts), [1.0, 1.0, 1.0])
+    samples[1].loss_mask[:] = False
+    assert oldest_versions(samples).tolist() == [7, NEVER_SAMPLED, 8]
 
 
 def test_routes_keep_their_tokens_through_a_merge() -> None:

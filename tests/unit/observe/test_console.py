@@ -240,11 +240,19 @@ def test_summary_says_how_far_scoring_stayed_out_of_the_way() -> None:
     assert "hidden behind" not in summarise(progress).as_text()
     seconds = {"scoring-hidden": 9.5, "scoring-exposed": 0.5, "idle-no-work": 10.0}
     role = {"role": "scoring", "version": 0, "progress": 0, "seconds": seconds, "counters": {}}
-    progress.emit("run.end", {"roles": [role], "missing_scores": {"process: late": 3}, "given_up": 2})
+    progress.emit(
+        "run.end",
+        {
+            "roles": [role],
+            "missing_scores": {"process: late": 3},
+            "asked_again": {"process: dead": 4},
+            "given_up": 2,
+        },
+    )
     lines = summarise(progress).as_text().splitlines()
     assert (
         "scoring  95.0% of 10.0 s hidden behind generation; 2 attempts given up early; "
-        "3 scores missing (process: late)"
+        "4 questions put again (process: dead); 3 scores missing (process: late)"
     ) in lines
 
 

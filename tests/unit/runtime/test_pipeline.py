@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
@@ -37,6 +38,23 @@ def test_every_attempt_is_trained_once_and_lag_is_bounded(tmp_path, max_lag, mod
     assert max(trainer.lags) <= max_lag
     assert state.ledger.attempts()["trained"] == state.ledger.num_admitted
     state.ledger.check()
+
+
+def test_attempts_leave_nothing_to_the_garbage_collector(tmp_path):
+    """What the controller's loop counts on when it lets the collector look seldom."""
+
+    async def main():
+        pipeline = make_pipeline(tmp_path, make_plan(steps=24, checkpoint_every=0))
+        gc.collect()
+        gc.disable()
+        try:
+            state = await pipeline.run()
+            return gc.collect(), state.ledger.num_admitted
+        finally:
+            gc.enable()
+
+    num_cyclic, num_attempts = virtual_clock.run(main())
+    assert num_cyclic < num_attempts == 24 * 6
 
 
 def test_lag_1_hides_the_shorter_of_generation_and_training(tmp_path):

@@ -88,6 +88,20 @@ class Dead(ScriptedSteps):
         raise RoleError("process died (killed by SIGKILL)")
 
 
+class FailsOnTheWay(ScriptedSteps):
+    """Judges finished attempts only, and counts whom it refused."""
+
+    def __init__(self):
+        super().__init__()
+        self.refused = []
+
+    async def score_steps(self, question):
+        if not question.last:
+            self.refused.append(question.attempt)
+            raise ValueError("busy")
+        return await super().score_steps(question)
+
+
 class Hanging(ScriptedSteps):
     async def status(self):
         await asyncio.sleep(1e6)
@@ -462,6 +476,22 @@ def test_a_scorer_at_fault_leaves_the_outcome_and_is_named(tmp_path, scorer, why
         members = [trainer.samples[(group, attempt)] for attempt in range(3)]
         for sample, advantage in zip(members, grpo([parity(m) for m in members]), strict=True):
             np.testing.assert_allclose(sample.advantages[sample.loss_mask], advantage)
+
+
+def test_a_question_that_fails_on_the_way_and_not_at_the_end_is_counted_though_nothing_is_missing(tmp_path):
+    pipeline, trainer, sink, steps = run(tmp_path, process_plan(), FailsOnTheWay)
+    state, last = pipeline.state, sink.of("step")[-1]
+    assert len(steps.refused) > 0
+    # An attempt is not judged on the way again once that has failed.
+    assert len(set(steps.refused)) == len(steps.refused)
+    assert state.asked_again == {"process: failed": len(steps.refused)}
+    assert last["asked_again"].keys() == {"process: failed"}
+    assert state.missing_scores == {}
+    advantages = expected_advantages(trainer.samples, parity, form="potential", weight=1.0)
+    for key, expected in advantages:
+        sample = trainer.samples[key]
+        np.testing.assert_allclose(sample.advantages[sample.loss_mask], expected, rtol=1e-5)
+    assert RunState.restore(state.snapshot()).asked_again == state.asked_again
 
 
 def test_a_scorer_that_does_not_say_how_it_is_holds_nothing_up(tmp_path):

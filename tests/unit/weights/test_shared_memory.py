@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from headrace import wire
 from headrace.errors import WeightSyncError
 from headrace.types import TensorBlob, TensorSlot
+from headrace.weights import shared_memory
 from headrace.weights.shared_memory import HEADER_BYTES, SharedMemoryReceiver, SharedMemorySender
 
 
@@ -48,6 +50,45 @@ def test_generated_blobs_and_bundles_larger_than_a_chunk(sender):
     tensors = blobs(1, sizes=(3 << 20, 5, 1 << 20))
     manifest = sender.send(1, (t for t in tensors))
     assert as_bytes(SharedMemoryReceiver().receive(manifest)) == as_bytes(tensors)
+
+
+def test_tensors_made_for_the_bundle_are_held_a_bucket_at_a_time(sender, monkeypatch):
+    monkeypatch.setattr(shared_memory, "_BUCKET_BYTES", 2500)
+    alive: list[weakref.ref[np.ndarray]] = []
+    most = 0
+
+    def gathered(seed: int):
+        nonlocal most
+        for blob in blobs(seed, sizes=(1000,) * 8):
+            made = dataclasses.replace(blob, data=blob.data.copy())
+            alive.append(weakref.ref(made.data))
+            most = max(most, sum(one() is not None for one in alive))
+            yield made
+            del made
+
+    first = sender.send(1, gathered(1))
+    assert most == 3, "a bucket, and the tensor that did not fit into it"
+    second = sender.send(2, gathered(2))
+    for manifest, seed in ((first, 1), (second, 2)):
+        assert as_bytes(SharedMemoryReceiver().receive(manifest)) == as_bytes(blobs(seed, sizes=(1000,) * 8))
+
+
+def test_a_bundle_that_breaks_off_leaves_nothing_behind_and_the_last_one_readable(sender, tmp_path):
+    kept = sender.send(1, blobs(1))
+
+    def broken():
+        yield from blobs(2)
+        raise RuntimeError("a rank is gone")
+
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        sender.send(2, broken())
+    assert [str(path) for path in (tmp_path / "weights").iterdir()] == [kept.location]
+    assert as_bytes(SharedMemoryReceiver().receive(kept)) == as_bytes(blobs(1))
+    assert as_bytes(SharedMemoryReceiver().receive(sender.send(2, blobs(2)))) == as_bytes(blobs(2))
+
+
+def test_an_empty_bundle_travels(sender):
+    assert list(SharedMemoryReceiver().receive(sender.send(1, []))) == []
 
 
 def test_versions_live_until_retired_and_segments_are_used_again(sender):
