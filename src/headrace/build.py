@@ -39,7 +39,6 @@ from headrace.scoring.resolve import function_name, resolve
 from headrace.scoring.unrewarded import Unrewarded
 from headrace.types import BLOCK_TOKENS, Sampling
 from headrace.weights.segment_directory import create_segment_directory
-from headrace.weights.shared_memory import SENDER_ENVIRONMENT
 from headrace.weights.transports import Route, choose
 
 Reward = str | Callable[..., Any]
@@ -417,14 +416,13 @@ def _trainer_roles(settings: Settings, told: Mapping[str, Any]) -> list[RoleSpec
     """One process, or one for each rank. Ranks meet over this machine's own network interface."""
     count = settings.trainer.ranks
     names = ["trainer"] if count == 1 else [f"trainer-{rank}" for rank in range(count)]
-    usually = {**SENDER_ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
     return [
         RoleSpec(
             name=name,
             kind="trainer",
             factory="headrace.roles:trainer_role",
             settings={**told, "name": name, "rank": rank, "threaded": True},
-            env={variable: os.environ.get(variable, usual) for variable, usual in usually.items()},
+            env={"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")},
         )
         for rank, name in enumerate(names)
     ]

@@ -8,7 +8,6 @@ beside decoding (engines/driver.py), so only applying them is part of the stall.
 
 from __future__ import annotations
 
-import os
 import select
 import shutil
 import statistics
@@ -33,7 +32,6 @@ from headrace.models.tensors import named_tensors, to_blobs
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 from headrace.types import Request, Sampling, WeightManifest
 from headrace.weights.segment_directory import create_segment_directory
-from headrace.weights.shared_memory import SENDER_ENVIRONMENT
 from headrace.weights.transports import Route, TransportReceiver, weight_sender
 from headrace.wire import decode, encode
 
@@ -191,7 +189,6 @@ class _Sender:
             [*self._command, str(self._segments), str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**SENDER_ENVIRONMENT, **os.environ},
         )
         return self
 

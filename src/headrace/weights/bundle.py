@@ -32,12 +32,8 @@ Summed = Literal["sources", "copies"]
 
 ALIGNMENT_BYTES = 64
 CHUNK_BYTES = 1 << 20
-ROW_WORDS = 2048
-PIECE_BYTES = CHUNK_BYTES // 4
-"""What is copied at a time: small enough to be in its core's cache still when it is summed."""
-_PLACES = np.arange(1, 2 * ROW_WORDS, 2, dtype=np.uint64)
-_BLOCK_BYTES = 8 * CHUNK_BYTES
-"""What a thread takes at a time."""
+_BLOCK_BYTES = 16 * CHUNK_BYTES
+"""What a thread takes at a time; copies of a few megabytes and less would read what they write over."""
 _MAX_THREADS = 4
 
 
@@ -145,25 +141,25 @@ def chunk_sums(
     *,
     of: Summed = "sources",
 ) -> list[np.ndarray]:
-    """uint64, one number for each chunk of each part. With ``targets`` the parts are copied there, and each piece
-    is summed right after: ``of`` "sources" where nobody else writes to them (a copy may go past the cache, a
-    source never does), else "copies"."""
+    """uint64, one number for each chunk of each part. With ``targets`` the parts are copied there, and ``of`` says
+    which side is summed: "sources" where nobody else writes to them, else "copies"."""
     blocks = [
         (number, start) for number, part in enumerate(parts) for start in range(0, len(part), _BLOCK_BYTES)
     ]
 
-    def work(block: tuple[int, int]) -> list[np.uint64]:
+    def work(block: tuple[int, int]) -> np.ndarray:
         number, start = block
-        sums = []
-        for chunk in _slices(start, min(start + _BLOCK_BYTES, len(parts[number]))):
-            target = None if targets is None else targets[number][chunk]
-            sums.append(_sum_of_chunk(parts[number][chunk], target, of))
-        return sums
+        summed = parts[number][start : start + _BLOCK_BYTES]
+        if targets is not None:
+            copy = targets[number][start : start + _BLOCK_BYTES]
+            np.copyto(copy, summed)
+            summed = copy if of == "copies" else summed
+        return _sums_of_block(summed)
 
     found = in_threads(work, blocks, num_bytes=sum(len(part) for part in parts))
     sums = [np.zeros(0, np.uint64)] * len(parts)
     for number, several in groupby(zip(blocks, found, strict=True), key=lambda pair: pair[0][0]):
-        sums[number] = np.array([one for _, block in several for one in block], np.uint64)
+        sums[number] = np.concatenate([block for _, block in several])
     return sums
 
 
@@ -177,30 +173,16 @@ def in_threads(work: Callable[[T], U], items: Sequence[T], *, num_bytes: int) ->
         return list(pool.map(work, items))
 
 
-def _slices(start: int, end: int) -> Iterator[slice]:
-    return (slice(chunk, min(chunk + CHUNK_BYTES, end)) for chunk in range(start, end, CHUNK_BYTES))
-
-
-def _sum_of_chunk(data: np.ndarray, target: np.ndarray | None, of: Summed) -> np.uint64:
-    """Sums wrap around."""
-    columns = np.zeros(ROW_WORDS, np.uint64)
-    for start in range(0, len(data), PIECE_BYTES):
-        piece = data[start : start + PIECE_BYTES]
-        if target is not None:
-            copy = target[start : start + PIECE_BYTES]
-            np.copyto(copy, piece)
-            piece = copy if of == "copies" else piece
-        columns += _rows(piece).sum(axis=0, dtype=np.uint64)
-    weighed: np.uint64 = (columns * _PLACES).sum(dtype=np.uint64)
-    return weighed
-
-
-def _rows(piece: np.ndarray) -> np.ndarray:
-    """uint64 [rows, words of a row]; a last, shorter row is filled up with zeros."""
-    missing = -len(piece) % (8 * ROW_WORDS)
-    if missing:
-        piece = np.concatenate((piece, np.zeros(missing, np.uint8)))
-    return piece.view(np.uint64).reshape(-1, ROW_WORDS)
+def _sums_of_block(block: np.ndarray) -> np.ndarray:
+    """Of its chunks; sums wrap around, and a last, shorter word is filled up with zeros."""
+    num_whole = len(block) // CHUNK_BYTES * CHUNK_BYTES
+    sums = block[:num_whole].view(np.uint64).reshape(-1, CHUNK_BYTES // 8).sum(axis=1, dtype=np.uint64)
+    rest = block[num_whole:]
+    if not len(rest):
+        return sums
+    missing = -len(rest) % 8
+    words = np.concatenate((rest, np.zeros(missing, np.uint8))) if missing else rest
+    return np.append(sums, words.view(np.uint64).sum(dtype=np.uint64))
 
 
 def check_slots(slots: Sequence[TensorSlot], num_bytes: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from headrace.types import TensorPatch
-from headrace.weights.bundle import CHUNK_BYTES, ROW_WORDS
+from headrace.weights.bundle import CHUNK_BYTES
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -66,7 +66,6 @@ def beside(tensor: torch.Tensor) -> Iterator[None]:
 def chunk_sums(data: torch.Tensor) -> np.ndarray:
     """uint64, the sums of ``bundle.chunk_sums``."""
     padded = torch.nn.functional.pad(data, (0, -len(data) % CHUNK_BYTES))
-    words = padded.view(torch.int64).view(-1, CHUNK_BYTES // 8 // ROW_WORDS, ROW_WORDS)
-    places = torch.arange(1, 2 * ROW_WORDS, 2, device=data.device)
-    sums: np.ndarray = (words.sum(dim=1) * places).sum(dim=1).cpu().numpy().view(np.uint64)
+    words = padded.view(torch.int64).view(-1, CHUNK_BYTES // 8)
+    sums: np.ndarray = words.sum(dim=1).cpu().numpy().view(np.uint64)
     return sums

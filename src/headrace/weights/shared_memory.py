@@ -31,7 +31,6 @@ import numpy as np
 from headrace.errors import WeightSyncError
 from headrace.types import BundleKind, TensorBlob, WeightManifest
 from headrace.weights.bundle import (
-    PIECE_BYTES,
     Layout,
     blob_bytes,
     check_slots,
@@ -56,11 +55,6 @@ _NOTHING = np.zeros(0, np.uint8)
 _BUCKET_BYTES = 256 << 20
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 """Where the system can, pages are mapped all at once, not one by one as they are first written."""
-
-SENDER_ENVIRONMENT = {"GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PIECE_BYTES:#x}"}
-"""What a process that sends should be started with: copies of a piece and more then go past the cache. By itself
-glibc does that only for copies about as large as the cache, and smaller ones first read every line that they then
-write over. Other C libraries and processors do not look at it."""
 
 
 class SharedMemorySender:
