@@ -248,6 +248,13 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
         "guard.mismatch", 0.1, "mean |log prox - log behavior| of fresh tokens above which it acts", above=0
     ),
     Parameter(
+        "guard.route_flips",
+        1.0,
+        "share of recorded tokens whose experts would now be others, in a mixture's worst layer, above which it acts; "
+        "1: never",
+        at_least=0,
+    ),
+    Parameter(
         "kl.estimator", "k3", "of the divergence that `algo.kl_coef` weighs, see above", choices=("k2", "k3")
     ),
     Parameter(

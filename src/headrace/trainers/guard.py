@@ -1,9 +1,10 @@
 """Says so, slows down or stops when a batch is too far from the policy that is to learn from it.
 
 In: how far the batch is from the weights the step starts from (``metrics.behavior_metrics``), before any update.
-Out: a factor for the step's learning rate and a warning, or a TrainingError. Two signs are watched: the share of
-effective samples, whose fall comes before a collapse, and the gap between engine and trainer on tokens of the same
-version, where nothing but a fault makes it large. Scaling is VCPO's, the square root of the first.
+Out: a factor for the step's learning rate and a warning, or a TrainingError. Three signs are watched: the share of
+effective samples, whose fall comes before a collapse; the gap between engine and trainer on tokens of the same
+version, where nothing but a fault makes it large; and in a mixture of experts, if asked, the share of tokens that
+would now be routed to other experts. Scaling is VCPO's, the square root of the first.
 """
 
 from __future__ import annotations
@@ -25,14 +26,21 @@ class Verdict:
 
 
 class Guard:
-    """``effective_samples`` and ``mismatch`` are the bounds; a warning is given when one is crossed, and again only
-    after a step within both."""
+    """``effective_samples``, ``mismatch`` and ``route_flips`` are the bounds; a warning is given when one is crossed,
+    and again only after a step within all."""
 
-    def __init__(self, action: str, *, effective_samples: float = 0.1, mismatch: float = 0.1) -> None:
+    def __init__(
+        self,
+        action: str,
+        *,
+        effective_samples: float = 0.1,
+        mismatch: float = 0.1,
+        route_flips: float = 1.0,
+    ) -> None:
         if action not in ("off", "warn", "scale", "stop"):
             raise ConfigError(f"guard {action!r} is unknown: use off, warn, scale or stop")
         self.action = action
-        self._effective_samples, self._mismatch = effective_samples, mismatch
+        self._effective_samples, self._mismatch, self._route_flips = effective_samples, mismatch, route_flips
         self._has_warned = False
 
     def judge(self, figures: Mapping[str, float], *, step: int) -> Verdict:
@@ -57,6 +65,12 @@ class Guard:
                 f"the trainer's log-probabilities differ from the engine's by {mismatch:.3g} on tokens of the same "
                 f"version (guard.mismatch = {self._mismatch:g}): compare model.dtype of both sides, or correct the "
                 "gap with algo.corrections"
+            )
+        flips = figures.get("route_flips_worst", 0.0)
+        if flips > self._route_flips:
+            return (
+                f"in one layer {flips:.1%} of the tokens would now be routed to other experts than those that computed "
+                f"them (guard.route_flips = {self._route_flips:g}): lower rollout.max_lag or trainer.learning_rate"
             )
         share = figures.get("effective_samples", 1.0)
         if share < self._effective_samples:

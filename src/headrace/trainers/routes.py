@@ -1,9 +1,10 @@
 """The trainer's side of recorded routes: who replays them, whether they fit the model, and how far it is from them.
 
 In: samples, and the rows of a step as they are computed. Out: metrics over all ranks. ``route_flips`` is the share
-of recorded tokens whose live choice of experts is another set than the recorded one, before the step's first update,
-as the mean over layers and in the worst one. ``routing_fallback`` is the share of tokens that were routed live for
-want of a record; the last token of a sequence, which predicts nothing, does not count.
+of recorded tokens whose live choice of experts is another set than the recorded one, before the step's first update:
+layer by layer (of those with experts, counted from 0), as the mean over layers and in the worst one.
+``routing_fallback`` is the share of tokens that were routed live for want of a record; the last token of a sequence,
+which predicts nothing, does not count.
 
 Legend: M mixture-of-experts layers.
 """
@@ -81,7 +82,8 @@ class RouteTally:
         metrics = {}
         if num_compared:
             shares = [count / num_compared for count in flips]
-            metrics = {"route_flips": sum(shares) / len(shares), "route_flips_worst": max(shares)}
+            metrics = {f"route_flips_layer_{layer}": share for layer, share in enumerate(shares)}
+            metrics |= {"route_flips": sum(shares) / len(shares), "route_flips_worst": max(shares)}
         if self._replay.keep and num_tokens:
             metrics["routing_fallback"] = 1.0 - num_recorded / num_tokens
         return metrics

@@ -197,8 +197,11 @@ class TorchTrainer:
             *starts(first),
             *(start for rows in later for row in rows if (start := row.start) is not None),
         ]
+        figures = behavior_metrics(known, self._ranks)
+        if self._tally is not None and self._guard.action != "off":
+            figures |= self._tally.metrics(self._ranks)
         try:
-            return self._guard.judge(behavior_metrics(known, self._ranks), step=step)
+            return self._guard.judge(figures, step=step)
         except TrainingError:
             self.optimizer.zero_grad(set_to_none=True)
             raise

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from headrace.data.packing import pack
 from headrace.engines.make import torch_engine
-from headrace.errors import ModelError, RecordError
+from headrace.errors import ModelError, RecordError, TrainingError
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.models.lora import LoraSpec
 from headrace.models.packed_attention import use_packed_attention
@@ -137,6 +137,25 @@ def test_flips_without_and_none_with_a_replay(moe: Path, batch: TrainBatch) -> N
 def test_metrics_count_what_the_routers_would_have_chosen(moe: Path, batch: TrainBatch) -> None:
     metrics = trainer(moe, routing="live").step(batch).metrics
     assert metrics["route_flips"] == pytest.approx(flips_of(trainer(moe, routing="live"), batch.samples))
+    by_layer = [value for name, value in metrics.items() if name.startswith("route_flips_layer_")]
+    assert len(by_layer) == len(routers(load_model(moe)))
+    assert np.mean(by_layer) == pytest.approx(metrics["route_flips"])
+    assert max(by_layer) == metrics["route_flips_worst"]
+
+
+@pytest.mark.parametrize("routing", ["live", "keep"])
+def test_a_guard_on_routes_stops_before_anything_is_updated(
+    routing: str, moe: Path, batch: TrainBatch
+) -> None:
+    bounded = {"guard.route_flips": 0.001, "guard.mismatch": 100.0, "guard.effective_samples": 0.0}
+    core = trainer(moe, routing=routing, guard="stop", options=bounded)
+    before = [parameter.detach().clone() for parameter in core.model.parameters()]
+    with pytest.raises(TrainingError, match=r"step 1: .*other experts.*guard\.route_flips = 0\.001"):
+        core.step(batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, core.model.parameters(), strict=True))
+    assert trainer(moe, routing=routing, guard="stop", options=bounded | {"guard.route_flips": 1.0}).step(
+        batch
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
