@@ -13,7 +13,7 @@ import headrace
 from headrace import demo
 from headrace.data.char_tokenizer import make_char_tokenizer
 from headrace.models.loading import make_tiny_model
-from headrace.trainers.head_at_ids import HeadAtIds
+from headrace.trainers.logprobs import HeadLogprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -41,7 +41,7 @@ def test_the_head_at_given_ids(softcap):
     ids_NA = torch.randint(0, 5000, (300, 17), device="cuda")
     temperatures_N = torch.rand(300, device="cuda") + 0.5
     weights_NA = torch.randn(300, 17, device="cuda")
-    found_NA, entropy_N = HeadAtIds.apply(
+    found_NA, entropy_N = HeadLogprobs.apply(
         hidden_NH, weight_VH, None, ids_NA, temperatures_N, softcap, 128, None
     )
     wide = [x.detach().double().requires_grad_() for x in (hidden_NH, weight_VH)]
@@ -65,7 +65,7 @@ def test_a_large_vocabulary_is_never_held_whole():
     ids_NA = torch.randint(0, vocab_size, (num_tokens, 17), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found_NA, _ = HeadAtIds.apply(
+    found_NA, _ = HeadLogprobs.apply(
         hidden_NH, weight_VH, None, ids_NA, torch.ones(num_tokens, device="cuda"), None, chunk, None
     )
     found_NA.sum().backward()

@@ -6,7 +6,7 @@ whole: the forward keeps one normaliser per token, and the backward recomputes o
 time, which is gone before the next one is made. Logits are float32 whatever the model is computed in. Tokens that
 were drawn from a kept set (top-k, top-p, min-p) are valued over that set, by ``kept_head``.
 
-Legend: T tokens of the row, N loss tokens, C tokens of a chunk, H hidden size, V vocabulary.
+Legend: T tokens of the row, N loss tokens, C tokens of a chunk, A ids at each, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -114,11 +114,7 @@ def head_values(
     """Log-probabilities of the loss tokens with gradient, each over the set it was drawn from. The gradient of the
     head's weight is added to that of ``head_master``, where one is given, and to its own otherwise."""
     hidden_TH = decoder_output(model, row)
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise ModelError(
-            f"model: {type(model).__name__} has no linear output head; choose a causal language model"
-        )
+    head = linear_head(model)
     hidden_NH = hidden_TH.index_select(0, row.predictors_N)
     softcap = getattr(model.config, "final_logit_softcapping", None)
     rest = softcap, chunk_tokens(head.weight), head_master
@@ -166,6 +162,15 @@ def _mixed_values(
     )
 
 
+def linear_head(model: PreTrainedModel) -> nn.Linear:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"model: {type(model).__name__} has no linear output head; choose a causal language model"
+        )
+    return head
+
+
 def decoder_output(model: PreTrainedModel, row: RowTensors) -> torch.Tensor:
     """[T, H], what the head reads."""
     follow_routes(model, row.routes)
@@ -207,7 +212,8 @@ def head_bytes(
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """log softmax(softcap(hidden @ weight.T + bias) / temperature) at the targets, chunk by chunk."""
+    """log softmax(softcap(hidden @ weight.T + bias) / temperature) at the ids, chunk by chunk: one id for each token
+    [N], or several [N, A]. Values and their gradient have the shape of the ids."""
 
     @staticmethod
     def forward(
@@ -215,38 +221,39 @@ class HeadLogprobs(torch.autograd.Function):
         hidden_NH: torch.Tensor,
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
-        targets_N: torch.Tensor,
+        ids: torch.Tensor,
         temperatures_N: torch.Tensor,
         softcap: float | None,
         chunk_tokens: int,
         master_VH: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = hidden_NH.shape[0]
-        logprobs_N = hidden_NH.new_empty(num_tokens, dtype=torch.float32)
-        entropy_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        logprobs = hidden_NH.new_empty(ids.shape, dtype=torch.float32)
+        entropy_N = hidden_NH.new_empty(num_tokens, dtype=torch.float32)
+        normaliser_N = torch.empty_like(entropy_N)
         token_values = fused(_token_values, hidden_NH.device.type)
         for chunk in chunks(num_tokens, chunk_tokens):
             # Logits have no name here: they are gone before the next chunk's are made.
-            normaliser_N[chunk], logprobs_N[chunk], entropy_N[chunk] = token_values(
+            normaliser_N[chunk], logprobs[chunk], entropy_N[chunk] = token_values(
                 uncapped_logits(hidden_NH[chunk], weight_VH, bias_V),
-                targets_N[chunk],
+                ids[chunk],
                 temperatures_N[chunk],
                 softcap,
             )
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, normaliser_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids, temperatures_N, normaliser_N)
         ctx.softcap, ctx.chunk_tokens, ctx.master_VH = softcap, chunk_tokens, master_VH
         ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
+        return logprobs, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, normaliser_N = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, ids, temperatures_N, normaliser_N = ctx.saved_tensors
         gradients = HeadGradients(ctx.needs_input_grad, hidden_NH, weight_VH, bias_V, ctx.master_VH)
         logit_gradient = fused(_logit_gradient, hidden_NH.device.type)
         for chunk in chunks(hidden_NH.shape[0], ctx.chunk_tokens):
             grad_CV = logit_gradient(
-                uncapped_logits(hidden_NH[chunk], weight_VH, bias_V), targets_N[chunk], temperatures_N[chunk],
-                normaliser_N[chunk], grad_N[chunk], ctx.softcap, hidden_NH.dtype,
+                uncapped_logits(hidden_NH[chunk], weight_VH, bias_V), ids[chunk], temperatures_N[chunk],
+                normaliser_N[chunk], grad[chunk], ctx.softcap, hidden_NH.dtype,
             )  # fmt: skip
             gradients.add(chunk, grad_CV)
             del grad_CV
@@ -254,41 +261,47 @@ class HeadLogprobs(torch.autograd.Function):
 
 
 def _token_values(
-    logits_CV: torch.Tensor, targets_C: torch.Tensor, temperatures_C: torch.Tensor, softcap: float | None
+    logits_CV: torch.Tensor, ids: torch.Tensor, temperatures_C: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normaliser, log-probability of the target and entropy of every token."""
+    """Normaliser, log-probabilities at the ids and entropy of every token."""
     if softcap is not None:
         logits_CV = torch.tanh(logits_CV / softcap) * softcap
     logits_CV = logits_CV / temperatures_C[:, None]
     normaliser_C = logits_CV.logsumexp(-1)
-    logprobs_C = logits_CV.gather(1, targets_C[:, None])[:, 0] - normaliser_C
+    logprobs_CA = logits_CV.gather(1, _columns(ids)) - normaliser_C[:, None]
     probs_CV = (logits_CV - normaliser_C[:, None]).exp_()
-    return normaliser_C, logprobs_C, normaliser_C - probs_CV.mul_(logits_CV).sum(-1)
+    return normaliser_C, logprobs_CA.view(ids.shape), normaliser_C - probs_CV.mul_(logits_CV).sum(-1)
 
 
 def _logit_gradient(
     logits_CV: torch.Tensor,
-    targets_C: torch.Tensor,
+    ids: torch.Tensor,
     temperatures_C: torch.Tensor,
     normaliser_C: torch.Tensor,
-    grad_C: torch.Tensor,
+    grad: torch.Tensor,
     softcap: float | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of the uncapped logits in ``dtype``."""
-    temperature_C1 = temperatures_C[:, None]
-    scale_C1 = grad_C[:, None] / temperature_C1
+    """Gradient of the uncapped logits in ``dtype``; an id that is given twice counts twice."""
+    temperature_C1, ids_CA = temperatures_C[:, None], _columns(ids)
+    grad_CA = _columns(grad) / temperature_C1
     slope_CV = None
     if softcap is not None:
         tanh_CV = torch.tanh(logits_CV / softcap)
         logits_CV, slope_CV = tanh_CV * softcap, 1 - tanh_CV.square()
-    grad_CV = (logits_CV / temperature_C1 - normaliser_C[:, None]).exp_().mul_(-scale_C1)
-    if torch.compiler.is_compiling():
+    probs_CV = (logits_CV / temperature_C1 - normaliser_C[:, None]).exp_()
+    grad_CV = probs_CV.mul_(-grad_CA.sum(-1, keepdim=True))
+    if torch.compiler.is_compiling() and ids.dim() == 1:
         # The same sum where the scatter would be a second pass over the chunk.
         ids_V = torch.arange(grad_CV.shape[1], device=grad_CV.device)
-        grad_CV = torch.where(ids_V == targets_C[:, None], grad_CV + scale_C1, grad_CV)
+        grad_CV = torch.where(ids_V == ids_CA, grad_CV + grad_CA, grad_CV)
     else:
-        grad_CV.scatter_add_(1, targets_C[:, None], scale_C1)
+        grad_CV.scatter_add_(1, ids_CA, grad_CA)
     if slope_CV is not None:
         grad_CV *= slope_CV
     return grad_CV.to(dtype)
+
+
+def _columns(of_ids: torch.Tensor) -> torch.Tensor:
+    """[C, A], also of one id for each token."""
+    return of_ids[:, None] if of_ids.dim() == 1 else of_ids

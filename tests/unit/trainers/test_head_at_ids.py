@@ -10,8 +10,8 @@ from test_logprobs import gemma2
 from headrace.data.packing import pack
 from headrace.models.packed_attention import use_packed_attention
 from headrace.trainers import logprobs as module
-from headrace.trainers.head_at_ids import HeadAtIds, logprobs_at
-from headrace.trainers.logprobs import row_tensors, token_logprobs
+from headrace.trainers.head_at_ids import logprobs_at
+from headrace.trainers.logprobs import HeadLogprobs, row_tensors, token_logprobs
 
 
 def plain(model, samples, ids_NA):
@@ -67,7 +67,7 @@ def test_the_logits_of_a_row_are_never_held_whole():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
-        logprobs_NA, _ = HeadAtIds.apply(
+        logprobs_NA, _ = HeadLogprobs.apply(
             hidden_NH, weight_VH, None, torch.randint(0, 1000, (64, 3)), torch.ones(64), None, 4, None
         )
         logprobs_NA.sum().backward()
