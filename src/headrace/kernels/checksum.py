@@ -29,10 +29,7 @@ class Chunks:
         """``extents``: offset and bytes of every tensor. Sizes are rounded up, into the gap behind a tensor."""
         rounded = [(offset // 4, -(-size // WIDE_BYTES) * WIDE_BYTES // 4) for offset, size in extents]
         words = np.array(rounded, dtype=np.int64).reshape(-1, 2)
-        parts = -(-words[:, 1] // _CHUNK_WORDS)
-        tensor = np.repeat(np.arange(len(words)), parts)
-        start = (np.arange(len(tensor)) - np.repeat(np.cumsum(parts) - parts, parts)) * _CHUNK_WORDS
-        count = np.minimum(words[tensor, 1] - start, _CHUNK_WORDS)
+        tensor, start, count = in_chunks(words[:, 1])
         table = np.stack((tensor, start, words[tensor, 0] + start, count), axis=1)
         self._table = torch.from_numpy(table).to(device)
 
@@ -51,6 +48,14 @@ class Chunks:
             words = payload.view(torch.int32)
             _sum_chunk[(len(sums),)](addresses, self._table, words, sums, COPY=copy, TILE=_TILE, num_warps=8)
         return sums
+
+
+def in_chunks(words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tensors of so many words as chunks: the number of the tensor, where in it the chunk starts, and its words."""
+    parts = -(-words // _CHUNK_WORDS)
+    tensor = np.repeat(np.arange(len(words)), parts)
+    start = (np.arange(len(tensor)) - np.repeat(np.cumsum(parts) - parts, parts)) * _CHUNK_WORDS
+    return tensor, start, np.minimum(words[tensor] - start, _CHUNK_WORDS)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ held elsewhere stay valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -55,17 +55,26 @@ def load_blobs(model: torch.nn.Module, updates: Iterable[Update]) -> None:
     load_into(named_tensors(model), updates)
 
 
-def load_into(targets: Mapping[str, torch.Tensor], updates: Iterable[Update]) -> None:
-    """As ``load_blobs`` for tensors that were named before; from GPU memory nothing here waits."""
+def copy_on_device(targets: Mapping[str, torch.Tensor], blobs: Sequence[TensorBlob]) -> None:
+    """Launches copies of what is in GPU memory already."""
+    torch._foreach_copy_([targets[blob.name] for blob in blobs], [_tensor(targets, blob) for blob in blobs])
+
+
+def load_into(
+    targets: Mapping[str, torch.Tensor],
+    updates: Iterable[Update],
+    *,
+    on_device: Callable[[Mapping[str, torch.Tensor], Sequence[TensorBlob]], None] = copy_on_device,
+) -> None:
+    """As ``load_blobs`` for tensors that were named before; from GPU memory, which is copied by ``on_device``,
+    nothing here waits."""
     arrived = list(updates)
     _check(targets, arrived)
     blobs = [update for update in arrived if isinstance(update, TensorBlob)]
-    on_device = [blob for blob in blobs if isinstance(blob.data, torch.Tensor)]
+    there = [blob for blob in blobs if isinstance(blob.data, torch.Tensor)]
     with torch.no_grad():
-        if on_device:
-            torch._foreach_copy_(
-                [targets[blob.name] for blob in on_device], [_tensor(targets, blob) for blob in on_device]
-            )
+        if there:
+            on_device(targets, there)
         for blob in blobs:
             if not isinstance(blob.data, torch.Tensor):
                 _copy_into(targets[blob.name], blob.data)

@@ -52,6 +52,7 @@ class MasterWeights:
         self.model = self.policy = model
         self.device, self.dtype = model.device, dtype
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._blobs: list[TensorBlob] | None = None
         if dtype == model.dtype:
             return
         self.policy = compute_copy(model, dtype)
@@ -81,7 +82,11 @@ class MasterWeights:
         return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
 
     def blobs(self) -> Iterator[TensorBlob]:
-        return to_blobs(self.policy)
+        """The same ones every time, since the policy's tensors stay where they are: naming hundreds of them anew
+        takes longer than a GPU takes to copy a small model."""
+        if self._blobs is None:
+            self._blobs = list(to_blobs(self.policy))
+        return iter(self._blobs)
 
     def release(self) -> None:
         """Nothing to do: there is one copy of what is computed with."""

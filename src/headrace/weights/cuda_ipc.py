@@ -55,6 +55,8 @@ class CudaIpcSender:
         self._live: dict[int, _Buffer] = {}
         self._free: list[_Buffer] = []
         self._checksums = _Checksums()
+        self._last_tensors: list[tuple[Any, ...]] = []
+        self._last_layout: tuple[tuple[TensorSlot, ...], int] = ((), 0)
 
     def send(
         self, version: int, blobs: Iterable[TensorBlob], *, kind: BundleKind | None = None
@@ -62,7 +64,7 @@ class CudaIpcSender:
         """Copy the tensors aside; they stay valid until ``retire(version)``. Sending a version again
         replaces what was sent."""
         tensors = list(blobs)
-        slots, num_bytes = lay_out(tensors)
+        slots, num_bytes = self._layout_of(tensors)
         buffer = self._take(num_bytes, _device_of(tensors))
         sources: list[Any] = [tensor.data for tensor in tensors]
         checksum = self._checksums.of_copied(version, slots, sources, buffer.bytes)
@@ -89,6 +91,13 @@ class CudaIpcSender:
         self._live.clear()
         self._free.clear()
 
+    def _layout_of(self, tensors: Sequence[TensorBlob]) -> tuple[tuple[TensorSlot, ...], int]:
+        """Bundles of one run are nearly all alike, and laying out hundreds of tensors takes a millisecond."""
+        described = [(blob.name, blob.dtype, blob.shape, blob.data.nbytes, blob.form) for blob in tensors]
+        if described != self._last_tensors:
+            self._last_layout, self._last_tensors = lay_out(tensors), described
+        return self._last_layout
+
     def _take(self, num_bytes: int, device: torch.device) -> _Buffer:
         room = -(-num_bytes // _ROOM_BYTES) * _ROOM_BYTES
         for buffer in self._free:
@@ -104,6 +113,7 @@ class CudaIpcReceiver:
 
     def __init__(self) -> None:
         self._opened: dict[str, torch.Tensor] = {}
+        self._seen: dict[str, tuple[tuple[TensorSlot, ...], list[TensorBlob]]] = {}
         self._checksums = _Checksums()
         self._stream: torch.cuda.Stream | None = None
 
@@ -128,18 +138,29 @@ class CudaIpcReceiver:
                 f"version {manifest.version} in the trainer's GPU memory does not match its digest: it was retired "
                 "or written over; publish the weights again"
             )
-        return (
-            TensorBlob(
-                name=slot.name,
-                dtype=slot.dtype,
-                shape=slot.shape,
-                data=whole[slot.offset : slot.offset + slot.num_bytes],
-            )
-            for slot in manifest.slots
-        )
+        return iter(self._views(manifest, whole))
 
     def close(self) -> None:
         self._opened.clear()
+        self._seen.clear()
+
+    def _views(self, manifest: WeightManifest, whole: torch.Tensor) -> list[TensorBlob]:
+        """A sender uses a few buffers in turn, so those of a place are usually the last ones there."""
+        slots, blobs = self._seen.get(manifest.location, ((), []))
+        if slots != manifest.slots:
+            slots = manifest.slots
+            blobs = [
+                TensorBlob(
+                    name=slot.name,
+                    dtype=slot.dtype,
+                    shape=slot.shape,
+                    data=whole[slot.offset : slot.offset + slot.num_bytes],
+                )
+                for slot in slots
+            ]
+            if manifest.location in self._opened:
+                self._seen[manifest.location] = slots, blobs
+        return blobs
 
     def _open(self, manifest: WeightManifest) -> torch.Tensor:
         place, own = manifest.location, _own_buffers.get(manifest.location)
@@ -166,9 +187,10 @@ class _Checksums:
     def __init__(self) -> None:
         self._slots: tuple[TensorSlot, ...] = ()
         self._chunks: Chunks | None = None
+        self._table = b""
 
     def of(self, version: int, slots: tuple[TensorSlot, ...], payload: torch.Tensor) -> str:
-        return _digest(version, slots, self._of_slots(slots, payload.device).sums(payload))
+        return self._digest(version, self._of_slots(slots, payload.device).sums(payload))
 
     def of_copied(
         self,
@@ -182,7 +204,7 @@ class _Checksums:
 
         if all(source.data_ptr() % WIDE_BYTES == source.nbytes % WIDE_BYTES == 0 for source in sources):
             sums = self._of_slots(slots, payload.device).copied_sums(sources, payload)
-            return _digest(version, slots, sums)
+            return self._digest(version, sums)
         shares = [payload[slot.offset : slot.offset + slot.num_bytes] for slot in slots]
         torch._foreach_copy_(shares, list(sources))
         return self.of(version, slots, payload)
@@ -194,14 +216,14 @@ class _Checksums:
 
             self._slots = slots
             self._chunks = Chunks([(slot.offset, slot.num_bytes) for slot in slots], device)
+            table = [[s.name, s.dtype, list(s.shape), s.offset, s.num_bytes] for s in slots]
+            self._table = json.dumps(table).encode()
         return self._chunks
 
-
-def _digest(version: int, slots: Sequence[TensorSlot], sums: torch.Tensor) -> str:
-    table = [version, [[s.name, s.dtype, list(s.shape), s.offset, s.num_bytes] for s in slots]]
-    whole = hashlib.blake2b(json.dumps(table).encode(), digest_size=16)
-    whole.update(sums.cpu().numpy().tobytes())
-    return whole.hexdigest()
+    def _digest(self, version: int, sums: torch.Tensor) -> str:
+        whole = hashlib.blake2b(f"{version} ".encode() + self._table, digest_size=16)
+        whole.update(sums.cpu().numpy().tobytes())
+        return whole.hexdigest()
 
 
 def _device_of(tensors: Sequence[TensorBlob]) -> torch.device:

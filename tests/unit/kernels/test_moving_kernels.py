@@ -14,6 +14,7 @@ require_kernels()
 from headrace.kernels import many_copies  # noqa: E402
 from headrace.kernels.checksum import Chunks  # noqa: E402
 from headrace.kernels.many_copies import ManyCopies  # noqa: E402
+from headrace.kernels.whole_copies import WholeCopies, can_be_copied_wide  # noqa: E402
 from headrace.models.adapter_bank import AdapterBank  # noqa: E402
 from headrace.models.loading import make_tiny_model  # noqa: E402
 from headrace.models.lora import LoraSpec  # noqa: E402
@@ -53,6 +54,29 @@ def test_copying_writes_the_payload_and_sums_alike():
 
 def test_a_bundle_without_tensors_has_no_sums():
     assert Chunks([], DEVICE).sums(torch.zeros(64, dtype=torch.uint8, device=DEVICE)).tolist() == []
+
+
+def test_whole_copies_write_their_targets_and_nothing_between_them():
+    sizes = (48, (1 << 20) + 4096 * 4 + 16, 16, 8192)
+    memory = torch.zeros(sum(size + 32 for size in sizes), dtype=torch.uint8, device=DEVICE)
+    starts = [sum(sizes[:i]) + 32 * i for i in range(len(sizes))]
+    targets = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    copies = WholeCopies(targets)
+    for _ in range(2):
+        sources = [torch.randint(1, 256, (size,), dtype=torch.uint8, device=DEVICE) for size in sizes]
+        copies.copy_from(sources)
+    expected = torch.zeros_like(memory)
+    for start, source in zip(starts, sources, strict=True):
+        expected[start : start + len(source)] = source
+    assert torch.equal(memory, expected)
+
+
+def test_tensors_of_odd_sizes_places_and_strides_are_not_copied_wide():
+    memory = torch.zeros((8, 64), dtype=torch.uint8, device=DEVICE)
+    assert can_be_copied_wide([memory, memory[2]])
+    assert not can_be_copied_wide([memory, memory[0, :15]])
+    assert not can_be_copied_wide([memory[0, 1:17]])
+    assert not can_be_copied_wide([memory[:, :16]])
 
 
 def parts_of(memory):
