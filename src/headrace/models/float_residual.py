@@ -1,19 +1,26 @@
 """The sums that run through the layers, kept in float32 whatever the model is computed in.
 
 In: a decoder whose layers normalise what they read and add what they made (Llama, Qwen, Gemma, OLMoE and their kin).
-Out: the same model, whose running sum is float32 and whose norms hand the matrix products their own dtype. Rounding
-the sum to bfloat16 after every layer is the largest part of what separates engine and trainer: each of the two
-rounds another sum, and layer by layer the difference grows. Other models, and float32 ones, stay as they are.
+Out: the same model, whose running sum is float32, with it what attention and dense layers add to it, and whose norms
+hand the matrix products their own dtype. Rounding the sum to bfloat16 after every layer is the largest part of what
+separates engine and trainer: each of the two rounds another sum, and layer by layer the difference grows. Other models,
+and float32 ones, stay as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from headrace.models.wide_product import wide_product
+
+_ADDED = ("self_attn.o_proj", "mlp.down_proj")
+"""The last products of attention and of a dense layer."""
 
 
 def keep_float_residual(model: PreTrainedModel) -> bool:
@@ -27,8 +34,9 @@ def keep_float_residual(model: PreTrainedModel) -> bool:
     for layer in layers:
         for child in layer.children():
             if _is_norm(child):
-                _narrow(child)
-    _narrow(last_norm)
+                _give_forward(child, _narrow_forward)
+        _widen_products(layer)
+    _give_forward(last_norm, _narrow_forward)
     return True
 
 
@@ -63,8 +71,20 @@ def _widen(_layer: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Te
     return (given[0].float(), *given[1:])
 
 
-def _narrow(norm: Any) -> None:
-    norm.forward = MethodType(_narrow_forward, norm)
+def _widen_products(layer: nn.Module) -> None:
+    for name in _ADDED:
+        part, _, last = name.partition(".")
+        linear = getattr(getattr(layer, part, None), last, None)
+        if type(linear) is nn.Linear:
+            _give_forward(linear, _wide_forward)
+
+
+def _give_forward(module: Any, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    module.forward = MethodType(forward, module)
+
+
+def _wide_forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return wide_product(x, linear.weight, linear.bias)
 
 
 def _narrow_forward(norm: Any, hidden: torch.Tensor) -> torch.Tensor:

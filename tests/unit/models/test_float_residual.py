@@ -11,6 +11,7 @@ from torch import nn
 
 from headrace.models.float_residual import keep_float_residual
 from headrace.models.loading import load_model, make_tiny_model
+from headrace.models.wide_product import wide_product
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "qwen3_moe", "olmoe"]
 
@@ -57,6 +58,37 @@ def test_the_sum_is_float32_and_products_are_not(tmp_path):
                 module.register_forward_pre_hook(lambda _, given: met["linear"].add(given[0].dtype))
     logits(model, torch.arange(10)[None])
     assert met == {"layer": {torch.float32}, "linear": {torch.bfloat16}}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_wide_product_is_not_rounded_and_its_gradients_are_those_of_a_narrow_one(bias):
+    torch.manual_seed(0)
+    x, weight = (
+        torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 5, 24), (7, 24))
+    )
+    b = torch.randn(7, dtype=torch.bfloat16, requires_grad=True) if bias else None
+    inputs = [t for t in (x, weight, b) if t is not None]
+    wide, narrow = wide_product(x, weight, b), nn.functional.linear(x, weight, b)
+    exact = nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(wide.double(), exact, rtol=1e-5, atol=1e-5)
+    pulled = torch.randn(wide.shape).bfloat16()
+    found = torch.autograd.grad(wide, inputs, pulled.float())
+    wanted = torch.autograd.grad(narrow, inputs, pulled)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == torch.bfloat16
+        torch.testing.assert_close(one, other, rtol=0.01, atol=0.02)
+
+
+def test_what_is_added_to_the_sum_is_not_rounded_before(tmp_path):
+    model = tiny(tmp_path, "qwen2").bfloat16()
+    keep_float_residual(model)
+    met = {}
+    for name, module in copy.deepcopy(model).model.layers[0].named_modules():
+        if isinstance(module, nn.Linear):
+            met[name.split(".")[-1]] = module(torch.ones((1, module.in_features), dtype=torch.bfloat16)).dtype
+    wide = {name for name, dtype in met.items() if dtype == torch.float32}
+    assert wide == {"o_proj", "down_proj"}
 
 
 def test_layers_that_read_the_sum_itself_are_left_alone():

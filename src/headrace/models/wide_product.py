@@ -1,0 +1,40 @@
+"""A linear layer's product in float32, whatever dtype its operands have.
+
+In: an input and a weight of one dtype. Out: their product as it was summed, not rounded to that dtype; gradients are
+computed in the operands' dtype, as for a narrow product. What is added to the running sum of the layers need not be
+rounded before it is.
+
+Shape legend: T rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+
+def wide_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """float32 [..., O] of [..., I]."""
+    if weight_OI.dtype == torch.float32:
+        return F.linear(x, weight_OI, bias_O)
+    product: torch.Tensor = _WideProduct.apply(x.reshape(-1, x.shape[-1]), weight_OI)
+    product = product if bias_O is None else product + bias_O.float()
+    return product.view(*x.shape[:-1], -1)
+
+
+class _WideProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_TI, weight_OI)
+        if x_TI.device.type == "cuda":
+            return torch.mm(x_TI, weight_OI.t(), out_dtype=torch.float32)
+        return F.linear(x_TI.float(), weight_OI.float())
+
+    @staticmethod
+    def backward(ctx: Any, grad_TO: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x_TI, weight_OI = ctx.saved_tensors
+        of_input, of_weight = ctx.needs_input_grad
+        narrow_TO = grad_TO.to(weight_OI.dtype)
+        return narrow_TO @ weight_OI if of_input else None, narrow_TO.t() @ x_TI if of_weight else None
