@@ -214,3 +214,22 @@ def test_a_whole_vocabulary_is_sampled_as_on_the_cpu(dtype, truncated, num_rows)
         assert counts[row] == len(bits)
         np.testing.assert_array_equal(listed[row, : len(bits)], bits[:256])
     assert (~same).sum() <= num_rows // 100
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("ids_shape", [(), (8,)], ids=["one", "several"])
+@pytest.mark.parametrize(("num_tokens", "vocab_size"), [(1, 151936), (300, 151936), (131, 50257)])
+def test_a_whole_vocabulary_is_valued_as_in_float64(num_tokens, vocab_size, ids_shape, softcap):
+    from headrace.kernels.head_values import token_values
+    from headrace.trainers.logprobs import plain_token_values
+
+    spread = 1.0 + 5.0 * torch.rand((num_tokens, 1), device=CUDA)
+    logits = torch.randn((num_tokens, vocab_size), device=CUDA) * spread + 15.0
+    logits[:, 17] += 20.0
+    temperatures = 0.5 + torch.rand(num_tokens, device=CUDA)
+    ids = torch.randint(0, vocab_size, (num_tokens, *ids_shape), device=CUDA)
+    found = token_values(logits, ids, temperatures, softcap)
+    expected = plain_token_values(logits.double(), ids, temperatures.double(), softcap)
+    for values, right in zip(found, expected, strict=True):
+        assert values.shape == right.shape
+        assert (values - right).norm() / right.norm() < 2e-6

@@ -206,8 +206,8 @@ def _cache(
     return pool, tables.int().view(num_slots, blocks)
 
 
-def main() -> None:
-    for case in cases(torch.device("cuda")):
+def report(of: Iterator[Case]) -> None:
+    for case in of:
         time = seconds(case.launches)
         print(
             f"{case.name:32} {time * 1e6:9.1f} us {case.amount / time * 1e-12:8.2f} {case.unit}", flush=True
@@ -215,4 +215,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(cases(torch.device("cuda")))

@@ -1,0 +1,52 @@
+"""The trainer's GPU kernels beside the compiled functions they stand for: ``python -m headrace.bench.train_kernels``.
+
+Out: two lines a shape, as ``bench.kernels`` writes them. Shapes are those of Qwen2 1.5B and rows of 12,051 tokens.
+Both sides of a pair run over the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from headrace.bench.kernels import VOCAB_SIZE, Case, report
+from headrace.kernels import head_values
+from headrace.trainers.head import fused
+from headrace.trainers.logprobs import plain_token_values
+
+HEAD_CHUNKS = (1722, 256, 16)
+"""Tokens whose logits are held at once: many, some, and few."""
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    for num_tokens in HEAD_CHUNKS:
+        yield from token_values(num_tokens, device)
+
+
+def token_values(num_tokens: int, device: torch.device) -> Iterator[Case]:
+    """Its bytes are one reading of the logits."""
+    num_bytes = num_tokens * VOCAB_SIZE * 4
+    copies = max(1, min(16, int(3e8 // num_bytes)))
+    logits = [torch.randn((num_tokens, VOCAB_SIZE), device=device) * 3.0 for _ in range(copies)]
+    ids = torch.randint(VOCAB_SIZE, (num_tokens,), device=device)
+    temperatures = torch.ones(num_tokens, device=device)
+    peer = fused(plain_token_values, device.type)
+
+    def launches(function: Callable[..., object]) -> list[Callable[[], None]]:
+        return [_launch(function, x, ids, temperatures, None) for x in logits]
+
+    name = f"head {num_tokens} x {VOCAB_SIZE}"
+    yield Case(name, launches(head_values.token_values), num_bytes, "TB/s")
+    yield Case(f"{name} compiled", launches(peer), num_bytes, "TB/s")
+
+
+def _launch(function: Callable[..., object], *arguments: object) -> Callable[[], None]:
+    def launch() -> None:
+        function(*arguments)
+
+    return launch
+
+
+if __name__ == "__main__":
+    report(cases(torch.device("cuda")))
