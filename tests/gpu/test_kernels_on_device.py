@@ -233,3 +233,21 @@ def test_a_whole_vocabulary_is_valued_as_in_float64(num_tokens, vocab_size, ids_
     for values, right in zip(found, expected, strict=True):
         assert values.shape == right.shape
         assert (values - right).norm() / right.norm() < 2e-6
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv", "dim"), QWEN)
+def test_parts_of_a_long_row_are_merged_as_in_float64(num_heads, num_kv, dim):
+    from headrace.kernels.merge import merge
+    from headrace.models.shared_prefix import plain_merge
+
+    first, last, length = 777, 11_900, 12_051
+    out, part = (torch.randn((n, num_heads, dim), device=CUDA).bfloat16() for n in (length, last - first))
+    lse, part_lse = (torch.randn((num_heads, n), device=CUDA) * 3.0 + 8.0 for n in (length, last - first))
+    expected, expected_lse = out.double(), lse.double()
+    plain_merge(expected[first:last], expected_lse[:, first:last], part.double(), part_lse.double())
+    merge(out[first:last], lse[:, first:last], part, part_lse)
+    assert (out - expected).norm() / expected.norm() < 2**-8
+    assert (lse - expected_lse).norm() / expected_lse.norm() < 1e-6
+    assert torch.equal(out[:first].double(), expected[:first]) and torch.equal(
+        out[last:].double(), expected[last:]
+    )
