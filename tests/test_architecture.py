@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     **dict.fromkeys(WORKERS, CONTRACT | PURE),
     "kernels": frozenset({"errors"}),
     "engines": CONTRACT | PURE | {"models", "kernels"},
-    # Kernels are leaves: they move weights, merge attention and read logits.
+    # Kernels are leaves: they move weights, merge attention, read logits and add gradients.
     "models": CONTRACT | PURE | {"kernels"},
     "weights": CONTRACT | PURE | {"kernels"},
     "trainers": CONTRACT | PURE | {"models", "kernels"},

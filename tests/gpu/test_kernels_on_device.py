@@ -251,3 +251,13 @@ def test_parts_of_a_long_row_are_merged_as_in_float64(num_heads, num_kv, dim):
     assert torch.equal(out[:first].double(), expected[:first]) and torch.equal(
         out[last:].double(), expected[last:]
     )
+
+
+@pytest.mark.parametrize("shape", [(8960, 1536), (1536,), (151_936, 1536), (1001, 33)])
+def test_a_gradient_is_added_with_the_bits_of_torch(shape):
+    from headrace.kernels.add import add_to
+
+    total, term = torch.randn(shape, device=CUDA), torch.randn(shape, device=CUDA).bfloat16()
+    expected = total + term.float()
+    add_to(total, term)
+    assert torch.equal(total, expected)

@@ -10,6 +10,7 @@ from kernel_cases import DEVICE, TOLERANCE, relative_error, require_kernels
 
 require_kernels()
 
+from headrace.kernels.add import add_to  # noqa: E402
 from headrace.kernels.head_values import token_values  # noqa: E402
 from headrace.kernels.merge import merge  # noqa: E402
 from headrace.models.shared_prefix import plain_merge  # noqa: E402
@@ -138,3 +139,16 @@ def test_a_part_of_no_weight_leaves_the_other_as_it_is() -> None:
     merge(ones, lse, twos, part_lse)
     assert torch.equal(ones[:, 0, 0].cpu(), torch.tensor([1.0, 1.0, 2.0]))
     assert torch.equal(lse[1].cpu(), torch.tensor([0.0, 500.0, 7.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(0,), (1,), (16, 256), (3, 5, 811), (12_304,)])
+def test_a_term_is_added_with_the_bits_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(sum(shape))
+    room = math.prod(shape) + 64
+    total = torch.randn(room, generator=generator).to(DEVICE)
+    term = torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+    expected = total.clone()
+    expected[: room - 64].view(shape).add_(term)
+    add_to(total[: room - 64].view(shape), term)
+    assert torch.equal(total, expected)
