@@ -61,10 +61,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     **dict.fromkeys(WORKERS, CONTRACT | PURE),
     "kernels": frozenset({"errors"}),
     "engines": CONTRACT | PURE | {"models", "kernels"},
-    # Kernels are leaves; here they move weights.
+    # Kernels are leaves: they move weights, merge attention, read logits and add gradients.
     "models": CONTRACT | PURE | {"kernels"},
     "weights": CONTRACT | PURE | {"kernels"},
-    "trainers": CONTRACT | PURE | {"models"},
+    "trainers": CONTRACT | PURE | {"models", "kernels"},
     "runtime": CONTRACT | PURE,
     "plan": CONTRACT | PURE | {"config", "runtime"},
     # The launcher owns the shared memory its workers pass weights through.

@@ -214,3 +214,50 @@ def test_a_whole_vocabulary_is_sampled_as_on_the_cpu(dtype, truncated, num_rows)
         assert counts[row] == len(bits)
         np.testing.assert_array_equal(listed[row, : len(bits)], bits[:256])
     assert (~same).sum() <= num_rows // 100
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("ids_shape", [(), (8,)], ids=["one", "several"])
+@pytest.mark.parametrize(("num_tokens", "vocab_size"), [(1, 151936), (300, 151936), (131, 50257)])
+def test_a_whole_vocabulary_is_valued_as_in_float64(num_tokens, vocab_size, ids_shape, softcap):
+    from headrace.kernels.head_values import token_values
+    from headrace.trainers.logprobs import plain_token_values
+
+    spread = 1.0 + 5.0 * torch.rand((num_tokens, 1), device=CUDA)
+    logits = torch.randn((num_tokens, vocab_size), device=CUDA) * spread + 15.0
+    logits[:, 17] += 20.0
+    temperatures = 0.5 + torch.rand(num_tokens, device=CUDA)
+    ids = torch.randint(0, vocab_size, (num_tokens, *ids_shape), device=CUDA)
+    found = token_values(logits, ids, temperatures, softcap)
+    expected = plain_token_values(logits.double(), ids, temperatures.double(), softcap)
+    for values, right in zip(found, expected, strict=True):
+        assert values.shape == right.shape
+        assert (values - right).norm() / right.norm() < 2e-6
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv", "dim"), QWEN)
+def test_parts_of_a_long_row_are_merged_as_in_float64(num_heads, num_kv, dim):
+    from headrace.kernels.merge import merge
+    from headrace.models.shared_prefix import plain_merge
+
+    first, last, length = 777, 11_900, 12_051
+    out, part = (torch.randn((n, num_heads, dim), device=CUDA).bfloat16() for n in (length, last - first))
+    lse, part_lse = (torch.randn((num_heads, n), device=CUDA) * 3.0 + 8.0 for n in (length, last - first))
+    expected, expected_lse = out.double(), lse.double()
+    plain_merge(expected[first:last], expected_lse[:, first:last], part.double(), part_lse.double())
+    merge(out[first:last], lse[:, first:last], part, part_lse)
+    assert (out - expected).norm() / expected.norm() < 2**-8
+    assert (lse - expected_lse).norm() / expected_lse.norm() < 1e-6
+    assert torch.equal(out[:first].double(), expected[:first]) and torch.equal(
+        out[last:].double(), expected[last:]
+    )
+
+
+@pytest.mark.parametrize("shape", [(8960, 1536), (1536,), (151_936, 1536), (1001, 33)])
+def test_a_gradient_is_added_with_the_bits_of_torch(shape):
+    from headrace.kernels.add import add_to
+
+    total, term = torch.randn(shape, device=CUDA), torch.randn(shape, device=CUDA).bfloat16()
+    expected = total + term.float()
+    add_to(total, term)
+    assert torch.equal(total, expected)

@@ -21,7 +21,7 @@ from headrace.models.shared_prefix import segment_attention, segment_bounds
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.blocks import DecoderBlocks
 from headrace.trainers.head import add_head_weight_gradient, head_input_gradient, head_logits
-from headrace.trainers.logprobs import row_tensors, token_logprobs
+from headrace.trainers.logprobs import HeadLogprobs, row_tensors, token_logprobs
 from headrace.trainers.master_weights import MasterWeights
 from headrace.trainers.placement import Offload
 from headrace.trainers.streamed_adamw import StreamedAdamW
@@ -92,6 +92,33 @@ def test_head_products() -> None:
     right = total.double() + grad.double().T @ hidden.double()
     add_head_weight_gradient(total, grad, hidden)
     assert relative(total, right) < 1e-6
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("ids_shape", [(), (5,)], ids=["one", "several"])
+def test_head_values_and_gradients_follow_the_float64_reference(
+    ids_shape: tuple[int, ...], softcap: float | None
+) -> None:
+    """Over several chunks, the last of which is short, and a vocabulary that is no multiple of anything."""
+    num_tokens, vocab_size = 700, 5003
+    hidden = torch.randn(num_tokens, 128, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(vocab_size, 128, device="cuda") * 0.3).bfloat16().requires_grad_()
+    temperatures = 0.5 + torch.rand(num_tokens, device="cuda")
+    ids = torch.randint(0, vocab_size, (num_tokens, *ids_shape), device="cuda")
+    upstream = torch.randn(ids.shape, device="cuda")
+    found, entropy = HeadLogprobs.apply(hidden, weight, None, ids, temperatures, softcap, 256, None)
+    grads = torch.autograd.grad((found * upstream).sum(), (hidden, weight))
+
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    logits = wide[0] @ wide[1].T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    whole = (logits / temperatures.double()[:, None]).log_softmax(-1)
+    right = whole.gather(1, ids.view(num_tokens, -1)).view(ids.shape)
+    right_grads = torch.autograd.grad((right * upstream).sum(), wide)
+    assert relative(found.detach(), right.detach()) < 5e-6
+    assert relative(entropy, -(whole.exp() * whole).sum(-1).detach()) < 5e-6
+    for grad, right_grad in zip(grads, right_grads, strict=True):
+        assert relative(grad, right_grad) < 1e-2
 
 
 def small_model(family: str = "qwen2") -> PreTrainedModel:

@@ -33,7 +33,7 @@ LISTED_TOKENS = 1024
 """Ids of a kept set that are listed, as in the engine."""
 VOCAB_SIZE = 151936
 BLOCK_SIZE = 16
-_COLD_BYTES = 3e8
+COLD_BYTES = 3e8
 
 
 class Case(NamedTuple):
@@ -60,7 +60,7 @@ def decode(model: str, rows: int, length: int, device: torch.device) -> Case:
     num_heads, num_kv, dim = MODELS[model]
     width = 2 * num_kv * dim
     num_bytes = rows * length * width * 2
-    copies = max(1, min(32, int(_COLD_BYTES // num_bytes)))
+    copies = max(1, min(32, int(COLD_BYTES // num_bytes)))
     pool, tables = _cache(rows * copies, length, width, device)
     query = torch.randn((rows, num_heads, dim), device=device).bfloat16()
     out = torch.empty_like(query)
@@ -82,7 +82,7 @@ def shared_decode(model: str, rows: int, prompt: int, own: int, device: torch.de
     num_heads, num_kv, dim = MODELS[model]
     width, length, num_groups = 2 * num_kv * dim, prompt + own, rows // MAX_MEMBERS
     num_bytes = (num_groups * prompt + rows * own) * width * 2
-    copies = max(1, min(32, int(_COLD_BYTES // num_bytes)))
+    copies = max(1, min(32, int(COLD_BYTES // num_bytes)))
     pool, tables = _cache(rows * copies, length, width, device)
     by_group = tables.view(-1, MAX_MEMBERS, tables.shape[1])
     by_group[:, :, : prompt // BLOCK_SIZE] = by_group[:, :1, : prompt // BLOCK_SIZE]
@@ -129,7 +129,7 @@ def prefill(model: str, pieces: int, length: int, device: torch.device) -> Case:
 
 def sample(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Case:
     num_bytes = rows * vocab_size * dtype.itemsize
-    copies = max(2, min(32, int(_COLD_BYTES // num_bytes)))
+    copies = max(2, min(32, int(COLD_BYTES // num_bytes)))
     logits = [(torch.randn((rows, vocab_size), device=device) * 3.0).to(dtype) for _ in range(copies)]
     keys = torch.randint(-(2**62), 2**62, (rows,), device=device)
     positions, temperatures = torch.arange(rows, device=device), torch.ones(rows, device=device)
@@ -151,7 +151,7 @@ def sample_truncated(truncated: str, rows: int, vocab_size: int, device: torch.d
     """Counted is one reading of the logits; a truncated draw takes several."""
     top_k, top_p, flat = TRUNCATIONS[truncated]
     num_bytes = rows * vocab_size * 4
-    copies = max(2, min(32, int(_COLD_BYTES // num_bytes)))
+    copies = max(2, min(32, int(COLD_BYTES // num_bytes)))
     logits = [torch.randn((rows, vocab_size), device=device) * 2.0 for _ in range(copies)]
     for x in logits if not flat else ():
         likely = torch.randint(vocab_size, (rows, 64), device=device)
@@ -206,8 +206,8 @@ def _cache(
     return pool, tables.int().view(num_slots, blocks)
 
 
-def main() -> None:
-    for case in cases(torch.device("cuda")):
+def report(of: Iterator[Case]) -> None:
+    for case in of:
         time = seconds(case.launches)
         print(
             f"{case.name:32} {time * 1e6:9.1f} us {case.amount / time * 1e-12:8.2f} {case.unit}", flush=True
@@ -215,4 +215,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(cases(torch.device("cuda")))

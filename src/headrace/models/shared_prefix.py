@@ -11,9 +11,8 @@ Legend: T tokens of the row, S segments, P prefixes, Hq query heads, Hk key-valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -123,7 +122,7 @@ def _segment_attention(
             scale,
             -1,
         )
-        _merge_on(query.device.type)(out[first:last], lse[:, first:last], part, part_lse)
+        _merge(out[first:last], lse[:, first:last], part, part_lse)
     return out, lse
 
 
@@ -200,17 +199,20 @@ def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tens
 _segment_attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+def _merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Attention over the keys of both parts, into ``out`` [n, Hq, D] and ``lse`` [Hq, n]."""
+    if not out.is_cuda:
+        return plain_merge(out, lse, part, part_lse)
+    from headrace.kernels.merge import merge
+
+    return merge(out, lse, part, part_lse)
+
+
+def plain_merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     total = torch.logaddexp(lse, part_lse)
     weight, part_weight = (x.sub(total).exp().T[:, :, None] for x in (lse, part_lse))
     out.copy_(out * weight + part * part_weight)
     lse.copy_(total)
-
-
-@cache
-def _merge_on(device_type: str) -> Callable[..., None]:
-    return torch.compile(merge, dynamic=True) if device_type == "cuda" else merge
 
 
 def flash_forward(

@@ -90,8 +90,8 @@ def _sum_for(weight_VH: torch.Tensor, master_VH: torch.Tensor | None) -> torch.T
 
 @cache
 def fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """On a GPU each function is one or two passes over its chunk instead of a dozen. The vocabulary stays a
-    constant of the compiled code; a chunk's length is a variable from the first one on."""
+    """On a GPU each function is one pass over its chunk instead of a dozen. The vocabulary stays a constant of the
+    compiled code; a chunk's length is a variable from the first one on."""
     if device_type != "cuda":
         return function
     compiled = torch.compile(function)

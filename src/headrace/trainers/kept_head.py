@@ -26,7 +26,6 @@ from headrace.trainers.head import (
     HeadGradients,
     capped_logits,
     chunks,
-    fused,
 )
 
 
@@ -50,12 +49,11 @@ class KeptHeadLogprobs(torch.autograd.Function):
         logprobs_N = hidden_NH.new_empty(num_tokens, dtype=torch.float32)
         entropy_N, mass_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         normaliser_N, logits_S = torch.empty_like(logprobs_N), []
-        whole_normaliser = fused(_normaliser, hidden_NH.device.type)
         for chunk in chunks(num_tokens, chunk_tokens):
             sets, temperatures_C = kept.chunk(chunk), temperatures_N[chunk]
             logits_CV = capped_logits(hidden_NH[chunk], weight_VH, bias_V, softcap)
             logits_S.append(sets.pick(logits_CV))
-            whole_C = whole_normaliser(logits_CV, temperatures_C)
+            whole_C = _normaliser(logits_CV, targets_N[chunk], temperatures_C)
             targets_C = logits_CV.gather(1, targets_N[chunk, None])[:, 0] / temperatures_C
             del logits_CV
             normaliser_N[chunk], entropy_N[chunk] = _set_values(
@@ -86,8 +84,15 @@ class KeptHeadLogprobs(torch.autograd.Function):
         return *gradients.results(), None, None, None, None, None, None
 
 
-def _normaliser(logits_CV: torch.Tensor, temperatures_C: torch.Tensor) -> torch.Tensor:
-    return (logits_CV / temperatures_C[:, None]).logsumexp(-1)
+def _normaliser(
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, temperatures_C: torch.Tensor
+) -> torch.Tensor:
+    """Over the whole vocabulary."""
+    if not logits_CV.is_cuda:
+        return (logits_CV / temperatures_C[:, None]).logsumexp(-1)
+    from headrace.kernels.head_values import token_values
+
+    return token_values(logits_CV, targets_C, temperatures_C, None)[0]
 
 
 def _set_values(logits_CK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -231,10 +231,9 @@ class HeadLogprobs(torch.autograd.Function):
         logprobs = hidden_NH.new_empty(ids.shape, dtype=torch.float32)
         entropy_N = hidden_NH.new_empty(num_tokens, dtype=torch.float32)
         normaliser_N = torch.empty_like(entropy_N)
-        token_values = fused(_token_values, hidden_NH.device.type)
         for chunk in chunks(num_tokens, chunk_tokens):
             # Logits have no name here: they are gone before the next chunk's are made.
-            normaliser_N[chunk], logprobs[chunk], entropy_N[chunk] = token_values(
+            normaliser_N[chunk], logprobs[chunk], entropy_N[chunk] = _token_values(
                 uncapped_logits(hidden_NH[chunk], weight_VH, bias_V),
                 ids[chunk],
                 temperatures_N[chunk],
@@ -264,6 +263,16 @@ def _token_values(
     logits_CV: torch.Tensor, ids: torch.Tensor, temperatures_C: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normaliser, log-probabilities at the ids and entropy of every token."""
+    if not logits_CV.is_cuda:
+        return plain_token_values(logits_CV, ids, temperatures_C, softcap)
+    from headrace.kernels.head_values import token_values
+
+    return token_values(logits_CV, ids, temperatures_C, softcap)
+
+
+def plain_token_values(
+    logits_CV: torch.Tensor, ids: torch.Tensor, temperatures_C: torch.Tensor, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if softcap is not None:
         logits_CV = torch.tanh(logits_CV / softcap) * softcap
     logits_CV = logits_CV / temperatures_C[:, None]

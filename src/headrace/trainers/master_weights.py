@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 
 import torch
 from torch import nn
@@ -133,14 +132,13 @@ class MasterWeights:
             torch._foreach_copy_(mirrors, masters)
 
 
-def _add(total: torch.Tensor, part: torch.Tensor) -> None:
-    total += part
+def _add(total: torch.Tensor, term: torch.Tensor) -> None:
+    if total.is_cuda:
+        from headrace.kernels.add import add_to
 
-
-@cache
-def _add_on(device_type: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Compiled on a GPU, whose ready-made addition of two dtypes runs at half the memory's speed."""
-    return torch.compile(_add, dynamic=True) if device_type == "cuda" else _add
+        add_to(total, term)
+    else:
+        total += term
 
 
 def hand_over_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -153,7 +151,7 @@ def hand_over_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
         if master.grad is None:
             master.grad = mirror.grad.float()
         else:
-            _add_on(master.device.type)(master.grad.view(-1), mirror.grad.view(-1))
+            _add(master.grad, mirror.grad)
         mirror.grad = None
 
     return hand_over
