@@ -235,22 +235,19 @@ def test_a_whole_vocabulary_is_valued_as_in_float64(num_tokens, vocab_size, ids_
         assert (values - right).norm() / right.norm() < 2e-6
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv", "dim"), QWEN)
-def test_parts_of_a_long_row_are_merged_as_in_float64(num_heads, num_kv, dim):
-    from headrace.kernels.merge import merge
-    from headrace.models.shared_prefix import plain_merge
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_read_in_many_places_are_summed_as_in_float64(dtype):
+    from headrace.kernels.row_sums import row_sums
 
-    first, last, length = 777, 11_900, 12_051
-    out, part = (torch.randn((n, num_heads, dim), device=CUDA).bfloat16() for n in (length, last - first))
-    lse, part_lse = (torch.randn((num_heads, n), device=CUDA) * 3.0 + 8.0 for n in (length, last - first))
-    expected, expected_lse = out.double(), lse.double()
-    plain_merge(expected[first:last], expected_lse[:, first:last], part.double(), part_lse.double())
-    merge(out[first:last], lse[:, first:last], part, part_lse)
-    assert (out - expected).norm() / expected.norm() < 2**-8
-    assert (lse - expected_lse).norm() / expected_lse.norm() < 1e-6
-    assert torch.equal(out[:first].double(), expected[:first]) and torch.equal(
-        out[last:].double(), expected[last:]
+    tokens = torch.randint(0, 12_051, (17_000,), device=CUDA)
+    rows = torch.randn((17_000, 2, 128), device=CUDA).to(dtype)
+    edges = torch.bincount(tokens, minlength=12_051).cumsum(0)
+    starts = torch.cat((edges.new_zeros(1), edges)).int()
+    found = row_sums(rows, starts, tokens.argsort(stable=True).int())
+    expected = torch.zeros((12_051, 2, 128), device=CUDA, dtype=torch.float64).index_add_(
+        0, tokens, rows.double()
     )
+    assert (found - expected).norm() / expected.norm() < (1e-6 if dtype == torch.float32 else 2**-8)
 
 
 @pytest.mark.parametrize("shape", [(8960, 1536), (1536,), (151_936, 1536), (1001, 33)])

@@ -50,10 +50,11 @@ def masked_attention(
 ) -> torch.Tensor:  # fmt: skip
     segment = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).cuda()
     parent = torch.tensor(parents).cuda()[segment]
-    order = torch.arange(len(segment), device="cuda")
-    gap = order[:, None] - order[None, :]
-    own = (segment[:, None] == segment[None, :]) & (gap >= 0) & (gap < (window or 10**9))
-    seen = own | (parent[:, None] == segment[None, :])
+    before = torch.tensor([0 if parent < 0 else lengths[parent] for parent in parents]).cuda()[segment]
+    place = before + torch.cat([torch.arange(length) for length in lengths]).cuda()
+    gap = place[:, None] - place[None, :]
+    mine = (segment[:, None] == segment[None, :]) | (parent[:, None] == segment[None, :])
+    seen = mine & (gap >= 0) & (gap < (window or 10**9))
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
@@ -61,7 +62,9 @@ def masked_attention(
 
 
 @pytest.mark.parametrize(
-    ("row", "window"), [("plain", None), ("plain", 20), ("shared", None)], ids=["plain", "window", "shared"]
+    ("row", "window"),
+    [("plain", None), ("plain", 20), ("shared", None), ("shared", 20)],
+    ids=["plain", "window", "shared", "window-shared"],
 )
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (12, 2, 128)])
 def test_attention_over_segments(row: str, window: int | None, heads: int, kv_heads: int, size: int) -> None:

@@ -14,21 +14,17 @@ import torch
 from headrace.bench.kernels import COLD_BYTES, VOCAB_SIZE, Case, report
 from headrace.kernels import add as add_kernel
 from headrace.kernels import head_values
-from headrace.kernels import merge as merge_kernel
-from headrace.models.shared_prefix import plain_merge
 from headrace.trainers.head import fused
 from headrace.trainers.logprobs import plain_token_values
 
 HEAD_CHUNKS = (1722, 256, 16)
 """Tokens whose logits are held at once: many, some, and few."""
 ADDED_SHAPES = ((8960, 1536), (1536, 1536), (256, 1536), (1536,))
-MERGED_TOKENS, NUM_HEADS, HEAD_SIZE = 12051, 12, 128
 
 
 def cases(device: torch.device) -> Iterator[Case]:
     for num_tokens in HEAD_CHUNKS:
         yield from token_values(num_tokens, device)
-    yield from merge(device)
     for shape in ADDED_SHAPES:
         yield from add(shape, device)
 
@@ -47,24 +43,6 @@ def token_values(num_tokens: int, device: torch.device) -> Iterator[Case]:
 
     name = f"head {num_tokens} x {VOCAB_SIZE}"
     yield Case(name, launches(head_values.token_values), num_bytes, "TB/s")
-    yield Case(f"{name} compiled", launches(peer), num_bytes, "TB/s")
-
-
-def merge(device: torch.device) -> Iterator[Case]:
-    """Its bytes are two outputs read and one written."""
-    shape = (MERGED_TOKENS, NUM_HEADS, HEAD_SIZE)
-    copies = [[torch.randn(shape, device=device).bfloat16() for _ in range(2)] for _ in range(4)]
-    # The log-sum-exps of a row and those of a part of it.
-    lse = torch.randn((NUM_HEADS, MERGED_TOKENS + 500), device=device)[:, 500:]
-    part_lse = torch.randn((NUM_HEADS, MERGED_TOKENS), device=device)
-    peer = torch.compile(plain_merge, dynamic=True)
-    num_bytes = 3 * MERGED_TOKENS * NUM_HEADS * HEAD_SIZE * 2
-
-    def launches(function: Callable[..., object]) -> list[Callable[[], None]]:
-        return [_launch(function, out, lse, part, part_lse) for out, part in copies]
-
-    name = f"merge {MERGED_TOKENS} x {NUM_HEADS} x {HEAD_SIZE}"
-    yield Case(name, launches(merge_kernel.merge), num_bytes, "TB/s")
     yield Case(f"{name} compiled", launches(peer), num_bytes, "TB/s")
 
 

@@ -4,7 +4,7 @@ In: a row of segments laid end to end, [1, T] token ids, and a ``PackedLayout`` 
 the model's forward as the keyword ``packed_layout``, which transformers hands on to every attention
 layer. Out: what each sequence would give alone, whether it is one segment or continues a shared prefix.
 On a GPU a flash kernel reads the row as it lies. Where it cannot (other devices, float32, soft caps,
-sinks, windows over shared prefixes) sequences of like length are padded into a few rectangles per row, a
+sinks) sequences of like length are padded into a few rectangles per row, a
 prefix once for each of its continuations; the rectangles depend on the lengths alone, so they are laid
 out once per row. Sliding windows, score soft caps and attention sinks are honoured; any other attention
 argument that would change the result is refused.
@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from headrace.errors import ModelError
 from headrace.models.packed_layout import PackedLayout, Rectangle, build_layout
-from headrace.models.shared_prefix import SegmentBounds, flash_fits, segment_attention
+from headrace.models.shared_prefix import flash_fits, segment_attention
 
 __all__ = ["PACKED_ATTENTION", "PackedLayout", "build_layout", "packed_attention", "use_packed_attention"]
 
@@ -74,7 +74,7 @@ def packed_attention(
     assert packed_layout is not None
     options = _Options(scaling or query.shape[-1] ** -0.5, dropout, sliding_window, softcap, s_aux)
     bounds = packed_layout.bounds
-    if bounds is None or not _flash_can(query, value, bounds, options):
+    if bounds is None or not _flash_can(query, value, options):
         return _attend_in_rectangles(query, key, value, packed_layout, options), None
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     output = segment_attention(
@@ -83,10 +83,9 @@ def packed_attention(
     return output[None], None
 
 
-def _flash_can(query: torch.Tensor, value: torch.Tensor, bounds: SegmentBounds, options: _Options) -> bool:
+def _flash_can(query: torch.Tensor, value: torch.Tensor, options: _Options) -> bool:
     plain = options.softcap is None and options.sinks is None and options.dropout == 0.0
-    windowed = options.sliding_window is not None
-    return plain and not (windowed and bounds.has_prefixes) and flash_fits(query, value)
+    return plain and flash_fits(query, value)
 
 
 @torch.compiler.disable

@@ -1,12 +1,13 @@
 """Causal flash attention over the segments of a packed row, some of which continue a shared prefix.
 
 In: queries, keys and values of a row whose prefixes come first, then their continuations, then segments of
-their own. Out: what every sequence would give alone; a prefix is read once for all its continuations. A
-continuation attends to itself causally and to its whole prefix; the two parts are merged by their
-log-sum-exp. The backward runs both parts with the merged output and log-sum-exp, which makes each of them
-its share of the exact gradient. Both directions are custom ops, so that compiled layers stay whole.
+their own. Out: what every sequence would give alone. A prefix is computed once for all its continuations, and its
+keys and values, which are small beside everything else of a token, are laid before those of each: one kernel
+attends all segments, a query to the keys up to its own place counted from the end. In the backward a prefix's
+keys and values get the sum of what its readers give them. Both directions are custom ops, so that compiled
+layers stay whole.
 
-Legend: T tokens of the row, S segments, P prefixes, Hq query heads, Hk key-value heads, D head size.
+Legend: T tokens of the row, S segments, R keys as they are read, Hq query heads, Hk key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -26,12 +27,10 @@ class SegmentBounds:
     """Where a row's segments lie. Tensors and not numbers, since compiled code is specialised to numbers."""
 
     edges: torch.Tensor
-    """int32 on the device: S + 1 of the segments; P + 1 of each prefix's continuations, taken together and
-    counted from the first of all; P + 1 of the prefixes."""
+    """int32 on the device: S + 1 of the segments; S + 1 of the keys they read. With prefixes also the token of
+    each key that is read (R), and the same the other way: T + 1 edges into the places (R) where a token is read."""
     counts: torch.Tensor
-    """int64 [6] on the host: S, longest segment, longest run of continuations, longest prefix, tokens of all
-    prefixes, tokens of those and all continuations."""
-    has_prefixes: bool
+    """int64 [5] on the host: S, longest segment, most keys of one, T, R."""
 
 
 def segment_bounds(
@@ -39,19 +38,28 @@ def segment_bounds(
 ) -> SegmentBounds:
     """Of segments with these lengths in row order; ``parents`` as in ``PackedRow``."""
     lengths_S, parents_S = np.asarray(lengths, dtype=np.int64), np.asarray(parents, dtype=np.int64)
-    num_prefixes = int(parents_S.max(initial=-1)) + 1
-    prefixes_P = lengths_S[:num_prefixes]
-    runs_P = np.zeros_like(prefixes_P)
-    np.add.at(runs_P, parents_S[parents_S >= 0], lengths_S[parents_S >= 0])
-    parts = (lengths_S, runs_P, prefixes_P)
-    edges = np.concatenate([np.append(0, np.cumsum(part)) for part in parts]).astype(np.int32)
-    longest = [int(part.max(initial=0)) for part in parts]
-    first, last = int(prefixes_P.sum()), int(prefixes_P.sum() + runs_P.sum())
+    shared_S = np.where(parents_S >= 0, lengths_S[parents_S], 0)
+    keys_S = lengths_S + shared_S
+    num_tokens, num_keys = int(lengths_S.sum()), int(keys_S.sum())
+    parts = [np.append(0, np.cumsum(lengths_S)), np.append(0, np.cumsum(keys_S))]
+    if num_keys > num_tokens:
+        read_R = _tokens_read(lengths_S, parents_S, shared_S)
+        parts += [read_R, np.append(0, np.cumsum(np.bincount(read_R, minlength=num_tokens)))]
+        parts.append(np.argsort(read_R, kind="stable"))
+    counts = [lengths_S.size, int(lengths_S.max(initial=0)), int(keys_S.max(initial=0)), num_tokens, num_keys]
     return SegmentBounds(
-        edges=torch.from_numpy(edges).to(device),
-        counts=torch.tensor([lengths_S.size, *longest, first, last]),
-        has_prefixes=num_prefixes > 0,
+        edges=torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device),
+        counts=torch.tensor(counts),
     )
+
+
+def _tokens_read(lengths_S: np.ndarray, parents_S: np.ndarray, shared_S: np.ndarray) -> np.ndarray:
+    """[R], segment by segment: the tokens of its prefix, then its own."""
+    starts_S = np.cumsum(lengths_S) - lengths_S
+    runs = np.stack((starts_S[parents_S], shared_S, starts_S, lengths_S), axis=1).reshape(-1, 2)
+    firsts, sizes = runs[:, 0], runs[:, 1]
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.repeat(firsts, sizes) + within
 
 
 def flash_fits(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -75,8 +83,7 @@ def segment_attention(
     window: int | None = None,
 ) -> torch.Tensor:
     """[T, Hq, D] queries over [T, Hk, D] keys and values -> [T, Hq, D]. A ``window`` keeps a query's own
-    position and the window - 1 before it; it is for rows without shared prefixes."""
-    assert window is None or not bounds.has_prefixes
+    position and the window - 1 before it, in the prefix too."""
     out, _ = torch.ops.headrace.segment_attention(
         query.contiguous(),
         key.contiguous(),
@@ -89,9 +96,44 @@ def segment_attention(
     return out
 
 
-def _split(edges: torch.Tensor, num_segments: int) -> tuple[torch.Tensor, ...]:
-    num_prefix_edges = (edges.shape[0] - num_segments - 1) // 2
-    return edges.split([num_segments + 1, num_prefix_edges, num_prefix_edges])
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """``SegmentBounds`` taken apart."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    longest: tuple[int, int]
+    """A segment's tokens and keys."""
+    tokens_R: torch.Tensor | None
+    """Of the keys that are read; None: every token's once, in order."""
+    starts: torch.Tensor | None
+    places_R: torch.Tensor | None
+
+    def laid_out(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, Hk, D] as it is read, [R, Hk, D]."""
+        return x if self.tokens_R is None else x.index_select(0, self.tokens_R)
+
+    def gathered(self, grad: torch.Tensor) -> torch.Tensor:
+        """The reverse for gradients: each token the sum of all its places."""
+        if self.starts is None or self.places_R is None or self.tokens_R is None:
+            return grad
+        num_tokens = len(self.starts) - 1
+        if grad.is_cuda:
+            from headrace.kernels.row_sums import row_sums
+
+            return row_sums(grad, self.starts, self.places_R)
+        total = grad.new_zeros((num_tokens, *grad.shape[1:]), dtype=torch.float64)
+        return total.index_add_(0, self.tokens_R, grad.double()).to(grad.dtype)
+
+
+def _reading(edges: torch.Tensor, counts: torch.Tensor) -> _Reading:
+    num_segments, longest, most_keys, num_tokens, num_keys = counts.tolist()
+    sizes = [num_segments + 1, num_segments + 1]
+    if num_keys == num_tokens:
+        queries, keys = edges.split(sizes)
+        return _Reading(queries, keys, (longest, most_keys), None, None, None)
+    queries, keys, *others = edges.split([*sizes, num_keys, num_tokens + 1, num_keys])
+    return _Reading(queries, keys, (longest, most_keys), *others)
 
 
 @torch.library.custom_op("headrace::segment_attention", mutates_args=())
@@ -104,26 +146,17 @@ def _segment_attention(
     scale: float,
     window_left: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    num_segments, longest, longest_run, longest_prefix, first, last = counts.tolist()
-    segments, continuations, prefixes = _split(edges, num_segments)
-    out, lse = flash_forward(
-        query, key, value, segments, segments, longest, longest, True, scale, window_left
+    reading = _reading(edges, counts)
+    return flash_forward(
+        query,
+        reading.laid_out(key),
+        reading.laid_out(value),
+        reading.queries,
+        reading.keys,
+        *reading.longest,
+        scale,
+        window_left,
     )
-    if last > first:
-        part, part_lse = flash_forward(
-            query[first:last],
-            key[:first],
-            value[:first],
-            continuations,
-            prefixes,
-            longest_run,
-            longest_prefix,
-            False,
-            scale,
-            -1,
-        )
-        _merge(out[first:last], lse[:, first:last], part, part_lse)
-    return out, lse
 
 
 @_segment_attention.register_fake
@@ -147,32 +180,21 @@ def _segment_attention_backward(
     scale: float,
     window_left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_segments, longest, longest_run, longest_prefix, first, last = counts.tolist()
-    segments, continuations, prefixes = _split(edges, num_segments)
-    grad = grad.contiguous()
-    grads = flash_backward(
-        grad, query, key, value, out, lse, segments, segments, longest, longest, True, scale, window_left
+    reading = _reading(edges, counts)
+    of_query, of_keys, of_values = flash_backward(
+        grad.contiguous(),
+        query,
+        reading.laid_out(key),
+        reading.laid_out(value),
+        out,
+        lse,
+        reading.queries,
+        reading.keys,
+        *reading.longest,
+        scale,
+        window_left,
     )
-    if last > first:
-        span = slice(first, last)
-        parts = flash_backward(
-            grad[span],
-            query[span],
-            key[:first],
-            value[:first],
-            out[span],
-            lse[:, span].contiguous(),
-            continuations,
-            prefixes,
-            longest_run,
-            longest_prefix,
-            False,
-            scale,
-            -1,
-        )
-        for whole, where, part in zip(grads, (span, slice(first), slice(first)), parts, strict=True):
-            whole[where] += part
-    return grads
+    return of_query, reading.gathered(of_keys), reading.gathered(of_values)
 
 
 @_segment_attention_backward.register_fake
@@ -199,22 +221,6 @@ def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tens
 _segment_attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Attention over the keys of both parts, into ``out`` [n, Hq, D] and ``lse`` [Hq, n]."""
-    if not out.is_cuda:
-        return plain_merge(out, lse, part, part_lse)
-    from headrace.kernels.merge import merge
-
-    return merge(out, lse, part, part_lse)
-
-
-def plain_merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    total = torch.logaddexp(lse, part_lse)
-    weight, part_weight = (x.sub(total).exp().T[:, :, None] for x in (lse, part_lse))
-    out.copy_(out * weight + part * part_weight)
-    lse.copy_(total)
-
-
 def flash_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -223,11 +229,10 @@ def flash_forward(
     key_bounds: torch.Tensor,
     longest_query: int,
     longest_key: int,
-    causal: bool,
     scale: float,
     window_left: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp [Hq, T]."""
+    """Output and log-sum-exp [Hq, T]. The last query of a segment sees its last key, each before it one less."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -237,11 +242,11 @@ def flash_forward(
         longest_query,
         longest_key,
         0.0,
-        causal,
+        True,
         False,
         scale=scale,
         window_size_left=window_left,
-        window_size_right=0 if causal else -1,
+        window_size_right=0,
     )
     return out, lse
 
@@ -257,7 +262,6 @@ def flash_backward(
     key_bounds: torch.Tensor,
     longest_query: int,
     longest_key: int,
-    causal: bool,
     scale: float,
     window_left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -275,10 +279,10 @@ def flash_backward(
         longest_query,
         longest_key,
         0.0,
-        causal,
+        True,
         no_dropout,
         torch.empty(0, device=query.device),
         scale=scale,
         window_size_left=window_left,
-        window_size_right=0 if causal else -1,
+        window_size_right=0,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate, chain
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ require_kernels()
 
 from headrace.kernels.add import add_to  # noqa: E402
 from headrace.kernels.head_values import token_values  # noqa: E402
-from headrace.kernels.merge import merge  # noqa: E402
-from headrace.models.shared_prefix import plain_merge  # noqa: E402
+from headrace.kernels.row_sums import row_sums  # noqa: E402
 from headrace.trainers.logprobs import plain_token_values  # noqa: E402
 
 # What the interpreter's exponentials overflow to is what the kernel wants.
@@ -100,45 +100,17 @@ def test_no_tokens_have_no_values() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("num_tokens", "num_heads", "size"), [(1, 3, 64), (32, 2, 128), (77, 3, 96), (33, 1, 8)]
-)
-def test_two_parts_of_attention_are_merged_in_place(
-    num_tokens: int, num_heads: int, size: int, dtype: torch.dtype
-) -> None:
-    """Inside a longer row, none of the rest of which is touched."""
-    generator = torch.Generator().manual_seed(size)
-
-    def part_of_row(width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.randn((width, num_heads, size), generator=generator).to(dtype)
-        # Far apart in some places, nearly equal in others.
-        spread = torch.tensor([0.1, 3.0, 60.0]).repeat(width)[:width]
-        return out.to(DEVICE), (torch.randn((num_heads, width), generator=generator) * spread + 20).to(DEVICE)
-
-    first, last = 5, 5 + num_tokens
-    out, lse = part_of_row(num_tokens + 9)
-    part, part_lse = part_of_row(num_tokens + 2)
-    part, part_lse = part[2:], part_lse[:, 2:]
-    expected, expected_lse = out.cpu().double(), lse.cpu().double()
-    plain_merge(
-        expected[first:last], expected_lse[:, first:last], part.cpu().double(), part_lse.cpu().double()
-    )
-    before = out.clone(), lse.clone()
-    merge(out[first:last], lse[:, first:last], part, part_lse)
-    # A result is rounded once.
-    assert relative_error(out, expected) < (1e-6 if dtype == torch.float32 else 2**-8)
-    assert relative_error(lse, expected_lse) < 1e-6
-    for now, was in zip((out, lse.T), (before[0], before[1].T), strict=True):
-        assert torch.equal(now[:first], was[:first]) and torch.equal(now[last:], was[last:])
-
-
-def test_a_part_of_no_weight_leaves_the_other_as_it_is() -> None:
-    ones, twos = (torch.full((3, 2, 16), value, device=DEVICE) for value in (1.0, 2.0))
-    lse = torch.tensor([[0.0, 500.0, -torch.inf]] * 2, device=DEVICE)
-    part_lse = torch.tensor([[-torch.inf, -500.0, 7.0]] * 2, device=DEVICE)
-    merge(ones, lse, twos, part_lse)
-    assert torch.equal(ones[:, 0, 0].cpu(), torch.tensor([1.0, 1.0, 2.0]))
-    assert torch.equal(lse[1].cpu(), torch.tensor([0.0, 500.0, 7.0]))
+@pytest.mark.parametrize("shape", [(2, 16), (1, 8), (3, 40)])
+def test_sums_of_rows_are_those_of_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Of several, of one and of none."""
+    places = [[4, 0, 7], [1], [], [2, 3], [5, 6, 8, 9]]
+    rows = torch.randn((10, *shape), generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
+    starts = torch.tensor([0, *accumulate(map(len, places))], dtype=torch.int32, device=DEVICE)
+    found = row_sums(rows, starts, torch.tensor([*chain(*places)], dtype=torch.int32, device=DEVICE))
+    expected = torch.stack([rows[part].double().sum(0) for part in places])
+    assert found.dtype == dtype
+    # The interpreter cuts float32 off to bfloat16 instead of rounding it.
+    assert relative_error(found, expected.cpu()) < (1e-6 if dtype == torch.float32 else 2**-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

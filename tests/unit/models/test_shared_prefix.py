@@ -1,4 +1,4 @@
-"""The algebra of attention in two parts, with dense float64 attention in place of the GPU kernels."""
+"""Attention over segments that share prefixes, with dense float64 attention in place of the GPU kernels."""
 
 from __future__ import annotations
 
@@ -23,29 +23,33 @@ ROWS = {
 }
 
 
-def dense_scores(query, key, query_bounds, key_bounds, causal, scale):
+def dense_scores(query, key, query_bounds, key_bounds, scale, window_left):
     """[Hq, Tq, Tk], minus infinity where a query may not look."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     seen = torch.zeros(scores.shape[1:], dtype=torch.bool)
     edges = zip(pairwise(query_bounds.tolist()), pairwise(key_bounds.tolist()), strict=True)
     for (q_start, q_end), (k_start, k_end) in edges:
-        block = torch.ones(q_end - q_start, k_end - k_start, dtype=torch.bool)
-        seen[q_start:q_end, k_start:k_end] = block.tril() if causal else block
+        offset = (k_end - k_start) - (q_end - q_start)
+        block = torch.ones(q_end - q_start, k_end - k_start, dtype=torch.bool).tril(offset)
+        seen[q_start:q_end, k_start:k_end] = block if window_left < 0 else block.triu(offset - window_left)
     return scores.masked_fill(~seen, -torch.inf)
 
 
-def dense_forward(query, key, value, query_bounds, key_bounds, _q, _k, causal, scale, _window):
-    scores = dense_scores(query, key, query_bounds, key_bounds, causal, scale)
+def dense_forward(
+    query, key, value, query_bounds, key_bounds, longest_query, longest_key, scale, window_left
+):
+    assert longest_query == query_bounds.diff().max() and longest_key == key_bounds.diff().max()
+    scores = dense_scores(query, key, query_bounds, key_bounds, scale, window_left)
     lse = scores.logsumexp(-1)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     out = torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), value)
     return out, lse if query.dtype == torch.float64 else lse.float()
 
 
-def dense_backward(grad, query, key, value, out, lse, query_bounds, key_bounds, _q, _k, causal, scale, _w):
+def dense_backward(grad, query, key, value, out, lse, query_bounds, key_bounds, _q, _k, scale, window_left):
     """As the kernels do it: probabilities from the given log-sum-exp, the row term from the given output."""
-    scores = dense_scores(query, key, query_bounds, key_bounds, causal, scale)
+    scores = dense_scores(query, key, query_bounds, key_bounds, scale, window_left)
     probs = (scores - lse[..., None]).exp().to(query.dtype)
     groups = query.shape[1] // key.shape[1]
     wide_key, wide_value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -69,13 +73,15 @@ def dense_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def whole_attention(query, key, value, lengths, parents, scale):
+def whole_attention(query, key, value, lengths, parents, scale, window):
     """One softmax over prefix and continuation, by a mask."""
     segment = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     parent = torch.tensor(parents)[segment]
-    order = torch.arange(len(segment))
-    same = (segment[:, None] == segment[None, :]) & (order[:, None] >= order[None, :])
-    seen = same | (parent[:, None] == segment[None, :])
+    before = torch.tensor([0 if parent < 0 else lengths[parent] for parent in parents])[segment]
+    place = before + torch.cat([torch.arange(length) for length in lengths])
+    gap = place[:, None] - place[None, :]
+    mine = (segment[:, None] == segment[None, :]) | (parent[:, None] == segment[None, :])
+    seen = mine & (gap >= 0) & (gap < (window or 10**9))
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = (torch.einsum("qhd,khd->hqk", query, key) * scale).masked_fill(~seen, -torch.inf)
@@ -90,15 +96,18 @@ def random_inputs(num_tokens: int) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_two_parts_are_one_softmax_and_one_gradient(row: tuple[list[int], list[int]]) -> None:
+def test_prefix_and_continuation_are_one_softmax_and_one_gradient(
+    row: tuple[list[int], list[int]], window: int | None
+) -> None:
     lengths, parents = row
     inputs = random_inputs(sum(lengths))
-    expected = whole_attention(*inputs, lengths, parents, 0.3)
+    expected = whole_attention(*inputs, lengths, parents, 0.3, window)
     weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected_grads = torch.autograd.grad((expected * weights).sum(), inputs)
     bounds = segment_bounds(lengths, parents, device="cpu")
-    found = segment_attention(*inputs, bounds, scale=0.3)
+    found = segment_attention(*inputs, bounds, scale=0.3, window=window)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
     for grad, right in zip(torch.autograd.grad((found * weights).sum(), inputs), expected_grads, strict=True):
         torch.testing.assert_close(grad, right, atol=1e-6, rtol=0)
