@@ -265,8 +265,8 @@ def _rule_hooks(layer: nn.Module, kept: _Kept, fed: _Kept) -> list[Any]:
         if isinstance(module, nn.Linear):
             hooks.append(module.register_forward_pre_hook(lambda _, given: fed.add(given[0])))
         if "Norm" in type(module).__name__:
-            # A sum in float32 is kept where the layer begins; behind it the narrow term that was added is enough.
-            whole = module is getattr(layer, "input_layernorm", None)
+            # A sum in float32 is kept as it is; what a norm added to it is narrow, and then enough.
+            whole = module is not getattr(layer, "pre_feedforward_layernorm", None)
             hooks.append(
                 module.register_forward_pre_hook(
                     lambda norm, given, whole=whole: kept.add(

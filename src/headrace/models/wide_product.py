@@ -19,22 +19,42 @@ def wide_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor 
     """float32 [..., O] of [..., I]."""
     if weight_OI.dtype == torch.float32:
         return F.linear(x, weight_OI, bias_O)
-    product: torch.Tensor = _WideProduct.apply(x.reshape(-1, x.shape[-1]), weight_OI)
+    x_TI = x.reshape(-1, x.shape[-1])
+    # Torch has no derivative of it; without one to take, compilers had better see what it is.
+    product: torch.Tensor = (
+        torch.ops.headrace.wide_product(x_TI, weight_OI)
+        if torch.is_grad_enabled()
+        else _product(x_TI, weight_OI)
+    )
     product = product if bias_O is None else product + bias_O.float()
     return product.view(*x.shape[:-1], -1)
 
 
-class _WideProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x_TI, weight_OI)
-        if x_TI.device.type == "cuda":
-            return torch.mm(x_TI, weight_OI.t(), out_dtype=torch.float32)
-        return F.linear(x_TI.float(), weight_OI.float())
+def _product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    if x_TI.device.type == "cuda":
+        return torch.mm(x_TI, weight_OI.t(), out_dtype=torch.float32)
+    return F.linear(x_TI.float(), weight_OI.float())
 
-    @staticmethod
-    def backward(ctx: Any, grad_TO: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        x_TI, weight_OI = ctx.saved_tensors
-        of_input, of_weight = ctx.needs_input_grad
-        narrow_TO = grad_TO.to(weight_OI.dtype)
-        return narrow_TO @ weight_OI if of_input else None, narrow_TO.t() @ x_TI if of_weight else None
+
+@torch.library.custom_op("headrace::wide_product", mutates_args=())
+def _wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _product(x, weight)
+
+
+@_wide_product.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_TO: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    x_TI, weight_OI = ctx.saved_tensors
+    of_input, of_weight = ctx.needs_input_grad
+    narrow_TO = grad_TO.to(weight_OI.dtype)
+    return narrow_TO @ weight_OI if of_input else None, narrow_TO.t() @ x_TI if of_weight else None
+
+
+_wide_product.register_autograd(_backward, setup_context=_keep_for_backward)

@@ -196,10 +196,10 @@ def test_every_family_can_be_counted_without_its_weights(tmp_path, family):
 
 
 def test_compiled_layers_keep_what_only_products_and_attention_give():
-    """Qwen2: the running sum in float32, what attention adds to it, queries, keys, values, attention's result, and
+    """Qwen2: the running sum in float32 before and behind attention, queries, keys, values, attention's result, and
     the two halves of the gated layer."""
     hidden, wide, heads, kv_width = 1536, 8960, 12, 256
-    layer = 4 * hidden + 2 * (3 * hidden + 2 * kv_width + 2 * wide) + 4 * heads
+    layer = 2 * 4 * hidden + 2 * (2 * hidden + 2 * kv_width + 2 * wide) + 4 * heads
     assert published("qwen2-1.5b").compiled.layers == 28 * layer
 
 
