@@ -1,9 +1,10 @@
-"""The decode kernels: one query row a sequence against all its key-value rows, split over the chip.
+"""The decode kernel: one query row a sequence against all its key-value rows, split over the chip.
 
 Program (head k, span s, row b) attends the G query heads of key-value head k to one span of the rows that b sees.
 How many spans are really used depends on the row's length: a short row is one span, written straight to the
-output. Otherwise each span leaves a partial result, and ``join_kernel`` makes the output of them. With SHARED a
-row's spans begin behind its shared prefix, and the first goes on from what ``prefix_kernel`` left of that.
+output. Otherwise each span leaves a partial result, and the program that is last to do so makes the output of all
+of them, in their order, so that it does not matter which one is last. With SHARED a row's spans begin behind its
+shared prefix, and the first goes on from what ``prefix_kernel`` left of that.
 
 Shape legend: G query heads of a key-value head, P the same padded to a power of two, N key-value rows of a
 tile, D key head dim, E value head dim, C spans.
@@ -47,6 +48,7 @@ def decode_kernel(
     out,
     partial_sums,
     partial_stats,
+    arrived,
     begins,
     prefix_sums,
     prefix_stats,
@@ -117,40 +119,16 @@ def decode_kernel(
     tl.store(partial_sums + slot_P[:, None] * E + dims_E[None, :], sum_PE, mask=written_PE)
     tl.store(partial_stats + slot_P * 2, top_P, mask=heads_P < G)
     tl.store(partial_stats + slot_P * 2 + 1, total_P, mask=heads_P < G)
-
-
-@triton.jit(do_not_specialize=["num_spans"])
-def join_kernel(
-    lengths,
-    begins,
-    out,
-    partial_sums,
-    partial_stats,
-    out_stride_b,
-    out_stride_h,
-    num_spans,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SHARED: tl.constexpr,
-    MAX_SPANS: tl.constexpr,
-    MIN_SPAN: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One query head of one row from its spans."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    spans_C, dims_E = tl.arange(0, MAX_SPANS), tl.arange(0, E_PAD)
-    length = tl.load(lengths + row)
-    prefix = tl.load(begins + row) if SHARED else length * 0
-    _, _, num_used = spans_of(length, prefix, num_spans, WINDOW, MIN_SPAN, TILE)
-    if num_used == 1:
+    # What all threads have stored comes before the arrival of any.
+    tl.debug_barrier()
+    counter = arrived + row * K + head
+    if tl.atomic_add(counter, 1, sem="acq_rel") < num_used - 1:
         return
-    used_C = spans_C < num_used
-    slot_C = (row * tl.num_programs(0) + head) * num_spans + spans_C
-    top_C = tl.load(partial_stats + slot_C * 2, mask=used_C, other=float("-inf"))
-    total_C = tl.load(partial_stats + slot_C * 2 + 1, mask=used_C, other=0.0)
-    sum_at = partial_sums + slot_C[:, None] * E + dims_E[None, :]
-    sum_CE = tl.load(sum_at, mask=used_C[:, None] & (dims_E < E)[None, :], other=0.0)
-    weight_C = tl.exp2(top_C - tl.max(top_C, axis=0))
-    joined_E = tl.sum(sum_CE * weight_C[:, None], axis=0) / tl.sum(total_C * weight_C, axis=0)
-    tl.store(out + row * out_stride_b + head * out_stride_h + dims_E, joined_E, mask=dims_E < E)
+    tl.store(counter, 0)
+    top_P, total_P, sum_PE = part_state(
+        0, num_spans, line_P, heads_P < G, partial_sums, partial_stats, E, E_PAD
+    )
+    for other in range(1, num_used):
+        more = part_state(other, num_spans, line_P, heads_P < G, partial_sums, partial_stats, E, E_PAD)
+        top_P, total_P, sum_PE = joined(top_P, total_P, sum_PE, more[0], more[1], more[2])
+    tl.store(out_at, sum_PE / tl.where(heads_P < G, total_P, 1.0)[:, None], mask=written_PE)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import triton
 
-from headrace.kernels.decode import decode_kernel, join_kernel
+from headrace.kernels.decode import decode_kernel
 from headrace.kernels.paged_attention import prefill_shape
 from headrace.kernels.pool import padded_dim
 from headrace.kernels.prefix import PART_STEP, prefix_kernel
@@ -42,6 +42,8 @@ class DecodeWorkspace:
     """How many programs fill the chip."""
     sums: torch.Tensor
     stats: torch.Tensor
+    arrived: torch.Tensor
+    """Spans that have left theirs, by row and key-value head; zero between launches."""
     num_prefix_states: int
     prefix_sums: torch.Tensor
     prefix_stats: torch.Tensor
@@ -79,6 +81,7 @@ def decode_workspace(
         num_programs=num_programs,
         sums=floats(num_slots * value_dim),
         stats=floats(num_slots * 2),
+        arrived=torch.zeros(max_rows * num_heads, dtype=torch.int32, device=device),
         num_prefix_states=num_prefix_states,
         prefix_sums=floats(num_prefix_states * value_dim),
         prefix_stats=floats(num_prefix_states * 2),
@@ -132,6 +135,7 @@ def decode_attention(
         out_BHE,
         workspace.sums,
         workspace.stats,
+        workspace.arrived,
         begins_B,
         workspace.prefix_sums,
         workspace.prefix_stats,
@@ -149,33 +153,6 @@ def decode_attention(
         **heads,
         **values,
         **spans,
-    )
-    if num_spans > 1:
-        _join(lengths_B, begins_B, out_BHE, workspace, num_spans, {"TILE": tile} | values | spans)
-
-
-def _join(
-    lengths_B: torch.Tensor,
-    begins_B: torch.Tensor,
-    out_BHE: torch.Tensor,
-    workspace: DecodeWorkspace,
-    num_spans: int,
-    constants: dict[str, Any],
-) -> None:
-    """The output of rows that were split, from what their spans left in the workspace."""
-    num_rows, num_heads = out_BHE.shape[:2]
-    join_kernel[(num_heads, num_rows)](
-        lengths_B,
-        begins_B,
-        out_BHE,
-        workspace.sums,
-        workspace.stats,
-        out_BHE.stride(0),
-        out_BHE.stride(1),
-        num_spans,
-        MAX_SPANS=_MAX_SPANS,
-        num_warps=4,
-        **constants,
     )
 
 

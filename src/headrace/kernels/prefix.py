@@ -92,14 +92,16 @@ def prefix_kernel(
 
 @triton.jit
 def part_state(part, num_parts, line_P, there_P, sums, stats, E: tl.constexpr, E_PAD: tl.constexpr):
-    """Maximum, total weight and weighted sum of values over one part of a prefix; those of a softmax that has seen
-    nothing where it is not there. ``line_P``: row of the pass * H + query head."""
+    """Maximum, total weight and weighted sum of values over one part of a row's keys; those of a softmax that has seen
+    nothing where it is not there. ``line_P``: row of the pass * H + query head. Another multiprocessor may have written
+    them, so they are not read through the cache of this one."""
     dims_E = tl.arange(0, E_PAD)
     state_P = line_P * num_parts + part
-    top_P = tl.load(stats + state_P * 2, mask=there_P, other=float("-inf"))
-    total_P = tl.load(stats + state_P * 2 + 1, mask=there_P, other=0.0)
+    top_P = tl.load(stats + state_P * 2, mask=there_P, other=float("-inf"), cache_modifier=".cg")
+    total_P = tl.load(stats + state_P * 2 + 1, mask=there_P, other=0.0, cache_modifier=".cg")
     sum_at = sums + state_P[:, None] * E + dims_E[None, :]
-    return top_P, total_P, tl.load(sum_at, mask=there_P[:, None] & (dims_E < E)[None, :], other=0.0)
+    there_PE = there_P[:, None] & (dims_E < E)[None, :]
+    return top_P, total_P, tl.load(sum_at, mask=there_PE, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
