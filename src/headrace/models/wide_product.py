@@ -24,13 +24,18 @@ def wide_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor 
     return product.view(*x.shape[:-1], -1)
 
 
+def plain_wide_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """float32 [T, O], without gradients."""
+    if x_TI.device.type == "cuda":
+        return torch.mm(x_TI, weight_OI.t(), out_dtype=torch.float32)
+    return F.linear(x_TI.float(), weight_OI.float())
+
+
 class _WideProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_TI, weight_OI)
-        if x_TI.device.type == "cuda":
-            return torch.mm(x_TI, weight_OI.t(), out_dtype=torch.float32)
-        return F.linear(x_TI.float(), weight_OI.float())
+        return plain_wide_product(x_TI, weight_OI)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
