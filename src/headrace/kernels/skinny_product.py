@@ -16,7 +16,6 @@ of a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +24,9 @@ import triton
 import triton.language as tl
 
 _MOST_ROWS = 128
+_MOST_PROGRAMS = 4
+_MOST_SUMS = 1 << 14
+"""Of a multiprocessor's programs."""
 _USUAL_MULTIPROCESSORS = 8
 """Where there is no GPU to ask."""
 
@@ -42,14 +44,22 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-_TILINGS = {
+_WIDE_TILINGS = {
     16: Tiling(outputs=128, inputs=64, programs=2, num_warps=4, num_stages=6),
     32: Tiling(outputs=128, inputs=64, programs=2, num_warps=4, num_stages=5),
     64: Tiling(outputs=128, inputs=64, programs=2, num_warps=4, num_stages=4),
     128: Tiling(outputs=128, inputs=64, programs=1, num_warps=8, num_stages=6),
 }
+_NARROW_TILINGS = {
+    16: Tiling(outputs=64, inputs=64, programs=2, num_warps=4, num_stages=8),
+    32: Tiling(outputs=64, inputs=64, programs=2, num_warps=4, num_stages=8),
+    64: Tiling(outputs=64, inputs=64, programs=2, num_warps=4, num_stages=6),
+    128: Tiling(outputs=64, inputs=64, programs=1, num_warps=4, num_stages=8),
+}
 """By padded rows. About 64 KiB a multiprocessor must be on their way for the memory to be busy. Wide tiles read the
-rows less often; narrow ones have less to add up at the end."""
+rows less often; narrow ones leave fewer sums for the last program to add."""
+_ENOUGH_OUTPUTS = 3072
+"""For wide tiles: with fewer, a tile would have too many parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +72,23 @@ class ProductWorkspace:
     """int32: programs that have left a part at each tile; zero between launches."""
 
 
-def product_workspace(device: torch.device, tilings: Mapping[int, Tiling] = _TILINGS) -> ProductWorkspace:
-    """For products cut up by any of these tilings, which are given by padded rows."""
+def product_workspace(device: torch.device) -> ProductWorkspace:
     count = _USUAL_MULTIPROCESSORS
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
-    most_sums = max(tiling.programs * tiling.outputs * rows for rows, tiling in tilings.items())
-    most_programs = max(tiling.programs for tiling in tilings.values())
     return ProductWorkspace(
         num_multiprocessors=count,
-        sums=torch.empty(count * most_sums, dtype=torch.float32, device=device),
-        arrived=torch.zeros(count * most_programs, dtype=torch.int32, device=device),
+        sums=torch.empty(count * _MOST_SUMS, dtype=torch.float32, device=device),
+        arrived=torch.zeros(count * _MOST_PROGRAMS, dtype=torch.int32, device=device),
     )
 
 
-def usual_tiling(num_rows: int) -> Tiling | None:
-    """What does best for so many rows; None: they are too many for this kernel, or none."""
-    return _TILINGS[_padded(num_rows)] if 1 <= num_rows <= _MOST_ROWS else None
+def usual_tiling(num_rows: int, num_out: int) -> Tiling | None:
+    """What does best for so many rows and outputs; None: there are too many rows for this kernel, or none."""
+    if not 1 <= num_rows <= _MOST_ROWS:
+        return None
+    tilings = _WIDE_TILINGS if num_out >= _ENOUGH_OUTPUTS else _NARROW_TILINGS
+    return tilings[_padded(num_rows)]
 
 
 def skinny_product(
@@ -89,10 +99,9 @@ def skinny_product(
     assert weight_OI.shape[1] == num_in and weight_OI.is_contiguous() and x_TI.stride(1) == 1
     num_tiles, num_parts = tiles_and_parts(num_out, num_in, tiling, workspace.num_multiprocessors)
     rows = _padded(num_rows)
-    if num_parts > 1:
-        assert num_tiles <= len(workspace.arrived), "the workspace is for tilings of fewer programs"
-        room = num_tiles * num_parts * tiling.outputs * rows
-        assert room <= len(workspace.sums), "the workspace is for smaller tilings"
+    # What has several parts has no more programs than are wanted, so that the tiling alone tells how much they leave.
+    fits = tiling.programs <= _MOST_PROGRAMS and tiling.programs * tiling.outputs * rows <= _MOST_SUMS
+    assert fits, f"a workspace has no room for {tiling} and {num_rows} rows"
     out_TO = torch.empty((num_rows, num_out), dtype=torch.float32, device=x_TI.device)
     _product[(num_tiles, num_parts)](
         x_TI,

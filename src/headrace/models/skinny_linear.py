@@ -54,7 +54,7 @@ def _skinny_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor
         return plain_wide_product(x_TI, weight_OI)
     from headrace.kernels.skinny_product import skinny_product, usual_tiling
 
-    tiling = usual_tiling(x_TI.shape[0])
+    tiling = usual_tiling(x_TI.shape[0], weight_OI.shape[0])
     if tiling is None:
         return plain_wide_product(x_TI, weight_OI)
     return skinny_product(x_TI.contiguous(), weight_OI, tiling, workspace)
