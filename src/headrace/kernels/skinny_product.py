@@ -27,6 +27,8 @@ _MOST_ROWS = 128
 _MOST_PROGRAMS = 4
 _MOST_SUMS = 1 << 14
 """Of a multiprocessor's programs."""
+_CAPABILITIES = (9, 10)
+"""Of GPUs whose multiprocessors have the shared memory that the tilings below count on, 227 KiB."""
 _USUAL_MULTIPROCESSORS = 8
 """Where there is no GPU to ask."""
 
@@ -72,6 +74,10 @@ class ProductWorkspace:
     """int32: programs that have left a part at each tile; zero between launches."""
 
 
+def runs_on(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _CAPABILITIES
+
+
 def product_workspace(device: torch.device) -> ProductWorkspace:
     count = _USUAL_MULTIPROCESSORS
     if device.type == "cuda":
@@ -84,7 +90,7 @@ def product_workspace(device: torch.device) -> ProductWorkspace:
 
 
 def usual_tiling(num_rows: int, num_out: int) -> Tiling | None:
-    """What does best for so many rows and outputs; None: there are too many rows for this kernel, or none."""
+    """How a product of so many rows and outputs is cut up; None: there are too many rows for this kernel, or none."""
     if not 1 <= num_rows <= _MOST_ROWS:
         return None
     tilings = _WIDE_TILINGS if num_out >= _ENOUGH_OUTPUTS else _NARROW_TILINGS

@@ -1,8 +1,9 @@
 """Linear layers with float32 results, computed for few rows by a kernel that reads their weights at full speed.
 
 In: a model whose ``o_proj`` and ``down_proj`` have float32 products (``float_residual``). Out: the same model for
-inference, whose passes of few rows compute them by ``kernels.skinny_product`` and others as before. Compiled, a product
-is one opaque operation that decides by the rows it meets, so that one piece of code serves any number of them.
+inference, whose passes of few rows compute them by ``kernels.skinny_product`` where the GPU has the shared memory for
+it, and others as before. Compiled, a product is one opaque operation that decides by the rows it meets, so that one
+piece of code serves any number of them.
 
 The kernel's workspace is one a device: the passes of a process run on one stream.
 
@@ -33,11 +34,13 @@ def use_skinny_products(model: PreTrainedModel) -> int:
     linears = [linear for linear in widened_linears(model) if linear.in_features % _ALIGNMENT == 0]
     for linear in linears:
         give_forward(linear, _forward)
-    # Made here: what a graph's capture allocates belongs to that graph.
     if linears and model.device.type == "cuda" and model.device not in _workspaces:
-        from headrace.kernels.skinny_product import product_workspace
+        # Triton is needed on a GPU only.
+        from headrace.kernels.skinny_product import product_workspace, runs_on
 
-        _workspaces[model.device] = product_workspace(model.device)
+        if runs_on(model.device):
+            # Made here: what a graph's capture allocates belongs to that graph.
+            _workspaces[model.device] = product_workspace(model.device)
     return len(linears)
 
 
