@@ -107,7 +107,7 @@ def _spread(model: Architecture, plan: TrainerPlan, device_bytes: int) -> tuple[
     slices: Bytes = {"weights, float32": 4 * own, "gradients": 4 * own, "moments": 8 * own}
     if plan.with_reference:
         slices["reference"] = width * own
-    if not plan.on_gpu or may_hold(model.num_weights, device_bytes):
+    if not plan.on_gpu or may_hold(model.num_weights, model.num_weights, device_bytes):
         # Weights, and gradients until they are summed over the ranks.
         gathered = (width + 4) * model.num_weights
     else:

@@ -41,10 +41,12 @@ def compute_beside(policy: nn.Module, weights: Iterable[str]) -> None:
 
 def factors(wrapper: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A [E, R, I] and B [E, O, R]; peft keeps B's experts interleaved."""
-    a, b = wrapper.lora_A[_NAME].weight, wrapper.lora_B[_NAME].weight
-    num_experts = wrapper.num_experts
-    a_ERI = a.view(num_experts, -1, a.shape[1])
-    return a_ERI, _by_expert(b, num_experts)
+    return by_expert(wrapper.lora_A[_NAME].weight, wrapper.lora_B[_NAME].weight, wrapper.num_experts)
+
+
+def by_expert(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of peft's two matrices."""
+    return a.view(num_experts, -1, a.shape[1]), _by_expert(b, num_experts)
 
 
 @torch.library.custom_op("headrace::by_expert", mutates_args=())
