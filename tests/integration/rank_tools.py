@@ -93,6 +93,7 @@ def single(model: Path, segments: Path, **changes: Any) -> TorchTrainer:
         row_tokens=s.trainer.row_tokens,
         minibatches=s.trainer.minibatches,
         on_nonfinite=s.trainer.on_nonfinite,
+        compute_dtype="bf16" if build.dtype(s) == "bfloat16" else "fp32",
         lora=build.lora(s),
         distillation=teaching.distillation(s),
     )

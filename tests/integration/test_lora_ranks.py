@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from rank_tools import VOCAB_SIZE, make_batch, make_model, ranked, settings, single, within
+from safetensors.torch import load_file
 from test_ranks import MANY_THINGS, STEPS, assert_same_curve, assert_shared, counters, curve, published
 from transformers import AutoModelForCausalLM
 from weight_tools import make_engine
@@ -125,7 +126,9 @@ EXPERTS = {"lora.targets": ["q_proj", "v_proj", "experts"]}
         ("olmoe", 2, EXPERTS),
         ("qwen3_moe", 2, {"trainer.expert_ranks": 2}),
         ("qwen3_moe", 4, {"trainer.expert_ranks": 2, "algo.options.balance.coef": 0.1}),
-        ("deepseek_v3", 4, {"trainer.expert_ranks": 2}),
+        ("qwen3_moe", 2, {"trainer.expert_ranks": 2, **EXPERTS}),
+        ("qwen3_moe", 4, {"trainer.expert_ranks": 2, **EXPERTS}),
+        ("deepseek_v3", 4, {"trainer.expert_ranks": 2, "lora.targets": ["all-linear", "experts"]}),
     ],
 )
 def test_more_ranks_and_models_give_the_single_curve(
@@ -147,6 +150,33 @@ def test_more_ranks_and_models_give_the_single_curve(
             return found
 
     assert_same_curve(within(200, train), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {**EXPERTS, "trainer.expert_ranks": 2}], ids=["layers", "experts"])
+def test_in_bf16_the_model_is_sliced_in_bf16_and_the_adapter_in_float32(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Ranks cut batches into other rows, whose gradients are rounded otherwise."""
+    changes = {**LORA, "model.dtype": "bfloat16", **changes}
+    model = make_model(tmp_path / "model", "qwen3_moe")
+    alone = single(model, tmp_path / "segments", **changes)
+    expected = curve(alone, range(1, 4))
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+
+    async def train() -> list[StepResult]:
+        async with ranked(model, tmp_path / "logs", ranks=2, **changes) as cluster:
+            found = [await cluster.trainer.step(make_batch(step)) for step in range(1, 4)]
+            await cluster.trainer.save(checkpoint)
+            assert alone.load(checkpoint) == 3
+            manifest, other = await cluster.trainer.publish(3), alone.publish(3)
+            assert (manifest.num_bytes, manifest.digest) == (other.num_bytes, other.digest)
+            return found
+
+    for found, wanted in zip(within(100, train), expected, strict=True):
+        assert found.metrics["grad_norm"] == pytest.approx(wanted.metrics["grad_norm"], rel=0.05)
+    assert {t.dtype for t in load_file(checkpoint / "adapter_model.safetensors").values()} == {torch.float32}
 
 
 @pytest.mark.slow

@@ -356,10 +356,6 @@ def test_syntax_error_names_the_line(tmp_path):
         (["trainer.ranks=2", "run.launcher=inline"], ["trainer.ranks", "run.launcher = local"]),
         (["trainer.ranks=2", "trainer.offload=moments"], ["trainer.offload", "trainer.ranks is 2"]),
         (["trainer.offload=moments", "lora.rank=4"], ["trainer.offload", "lora.rank is 4", "or all"]),
-        (
-            ["lora.rank=4", "lora.targets=['experts']", "trainer.ranks=2", "trainer.expert_ranks=2"],
-            ["lora.targets has experts", "trainer.expert_ranks = 1"],
-        ),
         (["trainer.warmup_steps=101"], ["trainer.warmup_steps", "run.steps = 100"]),
         (["algo.options.kl.estimator=k2"], ["kl.estimator", "kl is not in use"]),
         (["algo.kl_coef=0.1", "algo.options.kl.estimator=k1"], ["kl.estimator", "one of k2, k3"]),
@@ -470,7 +466,7 @@ def test_combinations_are_checked_on_direct_construction_too():
         {"trainer.ranks": 4},
         {"trainer.ranks": 4, "lora.dora": True},
         {"trainer.ranks": 4, "trainer.expert_ranks": 2},
-        {"trainer.ranks": 2, "lora.targets": ["experts"]},
+        {"trainer.ranks": 2, "trainer.expert_ranks": 2, "lora.targets": ["experts"]},
         {"trainer.offload": "all"},
     ],
 )

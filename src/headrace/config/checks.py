@@ -294,11 +294,6 @@ def _lora(s: Settings) -> Iterator[str]:
             f"trainer.offload is moments, but lora.rank is {s.lora.rank} and an adapter's moments are small: set "
             "trainer.offload = none, or all to keep the model's weights in host memory too."
         )
-    if s.lora.rank > 0 and s.trainer.expert_ranks > 1 and "experts" in s.lora.targets:
-        yield (
-            f"lora.targets has experts, but trainer.expert_ranks is {s.trainer.expert_ranks} and an adapter of experts "
-            "needs them all on every rank: set trainer.expert_ranks = 1, or name targets without experts."
-        )
     if s.lora.rank == 0 and (s.lora.dora or s.lora.alpha is not None or s.lora.targets != ("all-linear",)):
         yield "lora.rank is 0, which trains the whole model, so the other lora settings do nothing: set it above 0."
     if s.lora.rank > 0 and s.algo.options.get("kl.reference") == "engine":

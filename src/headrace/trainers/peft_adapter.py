@@ -23,7 +23,13 @@ from transformers import PreTrainedModel
 from headrace.errors import CheckpointError, TrainingError
 from headrace.models.lora import LoraSpec, target_experts, target_linears
 from headrace.models.tensors import blobs_of, named_tensors
-from headrace.trainers.expert_adapter import by_expert, compute_beside, wrappers_of
+from headrace.trainers.expert_adapter import (
+    compute_beside,
+    from_matrix,
+    split_factors,
+    to_matrix,
+    wrappers_of,
+)
 from headrace.types import TensorBlob
 
 STEM = "adapter_model"
@@ -56,17 +62,24 @@ class PeftAdapter:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.seed)
             self._peft = peft.get_peft_model(model, self.config)
+        self.on_disk = self._names_on_disk()
+        """Names in the model by those that peft gives on disk."""
         compute_beside(model, self._expert_weights)
+        split_factors(model, self._expert_weights)
         self.tensors = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """As they begin, by name in the model."""
+
+    def _names_on_disk(self) -> dict[str, str]:
+        import peft
+
+        given = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         saved = peft.get_peft_model_state_dict(
             self._peft,
-            state_dict={_PREFIX + name: tensor for name, tensor in self.tensors.items()},
+            state_dict={_PREFIX + name: tensor for name, tensor in given.items()},
             save_embedding_layers=False,
         )
-        by_place = {tensor.data_ptr(): name for name, tensor in self.tensors.items()}
-        self.on_disk = {label: by_place[tensor.data_ptr()] for label, tensor in saved.items()}
-        """Names in the model by those that peft gives on disk."""
+        by_place = {tensor.data_ptr(): name for name, tensor in given.items()}
+        return {label: by_place[tensor.data_ptr()] for label, tensor in saved.items()}
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -99,9 +112,8 @@ class PeftAdapter:
                 sent[f"{name}.row_factor"] = row_factors[name]
         places = {module: place for place, module in self._model.named_modules()}
         for name, wrapper in wrappers_of(self._model, self._expert_weights).items():
-            a, b = (tensors[part] for part in factor_names(places[wrapper]))
-            sent[f"{name}.lora_A.weight"], sent[f"{name}.lora_B.weight"] = by_expert(
-                a, b, wrapper.num_experts
+            sent[f"{name}.lora_A.weight"], sent[f"{name}.lora_B.weight"] = (
+                tensors[part] for part in factor_names(places[wrapper])
             )
         # An engine computes all its adapters together: one that is not finite would spoil the others.
         if not torch.stack(torch._foreach_norm(list(sent.values()))).isfinite().all():
@@ -139,11 +151,7 @@ class AdapterModule(nn.Module):
 
     def save_pretrained(self, directory: Path) -> None:
         tensors = {label: self.get_parameter(name).detach() for label, name in self.on_disk.items()}
-        save_file(
-            {label: tensor.contiguous() for label, tensor in tensors.items()},
-            directory / WEIGHTS_FILE,
-            metadata={"format": "pt"},
-        )
+        save_file(as_on_disk(tensors), directory / WEIGHTS_FILE, metadata={"format": "pt"})
         self.describe(directory)
 
     def describe(self, directory: Path) -> None:
@@ -155,13 +163,28 @@ class AdapterModule(nn.Module):
     def read(self, directory: Path) -> dict[str, torch.Tensor]:
         """What was saved, whole, under the names here; every tensor must be there, and match."""
         tensors = load_file(directory / WEIGHTS_FILE)
-        expected = {label: self.get_parameter(name).shape for label, name in self.on_disk.items()}
-        if {label: tensor.shape for label, tensor in tensors.items()} != expected:
+        shapes = {label: self.get_parameter(name).shape for label, name in self.on_disk.items()}
+        expected = as_on_disk({label: torch.empty(shape, device="meta") for label, shape in shapes.items()})
+        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in expected.items()}:
             raise CheckpointError(
                 f"checkpoint {directory}: its adapter has other layers or another rank; resume with the lora "
                 "settings it was trained with"
             )
-        return {self.on_disk[label]: tensor for label, tensor in tensors.items()}
+        return {self.on_disk[label]: _as_trained(label, t, shapes[label]) for label, t in tensors.items()}
+
+
+def as_on_disk(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Trained tensors by their names on disk, in the form they have there."""
+    made = {label: to_matrix(t, is_b=_is_b(label)) if t.ndim == 3 else t for label, t in tensors.items()}
+    return {label: tensor.contiguous() for label, tensor in made.items()}
+
+
+def _as_trained(label: str, saved: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return from_matrix(saved, shape[0], is_b=_is_b(label)) if len(shape) == 3 else saved
+
+
+def _is_b(label: str) -> bool:
+    return label.endswith("lora_B.weight")
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headrace.errors import ConfigError
-from headrace.models.lora import LoraSpec, target_experts
+from headrace.models.lora import LoraSpec
 from headrace.trainers.peft_adapter import (
     STEM,
     AdapterModule,
     PeftAdapter,
+    as_on_disk,
     base_name,
     factor_names,
     magnitude_name,
@@ -50,12 +50,6 @@ class ShardedAdapterWeights(ShardedWeights):
         offload: bool = False,
         hold: bool | None = None,
     ) -> None:
-        experts = target_experts(model, spec.targets, dora=spec.dora)
-        if experts and expert_ranks > 1:
-            raise ConfigError(
-                f"lora.targets means {experts[0]}, but an adapter of experts needs them all on every rank: set "
-                "trainer.expert_ranks = 1, or name targets without experts"
-            )
         self.policy_name = spec.policy
         self._adapter = adapter = PeftAdapter(model, dtype, spec)
         super().__init__(
@@ -119,5 +113,5 @@ class ShardedAdapterWeights(ShardedWeights):
 def write_adapter(directory: Path, weights: ShardedAdapterWeights, write: Write) -> None:
     """Weights and configuration as peft has them: all weights in one file, which the first rank writes."""
     entries = [Entry(label, name, weights.local(name)) for label, name in weights.model.on_disk.items()]
-    write_files(directory, STEM, weights, entries, write, file_bytes=sys.maxsize)
+    write_files(directory, STEM, weights, entries, write, convert=as_on_disk, file_bytes=sys.maxsize)
     write(lambda: weights.model.describe(directory) if weights.ranks.is_first else None)

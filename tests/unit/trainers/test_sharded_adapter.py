@@ -17,6 +17,7 @@ from headrace.errors import CheckpointError, ConfigError, TrainingError
 from headrace.models.loading import hollow_model, load_model, make_tiny_model
 from headrace.models.lora import LoraSpec
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
+from headrace.trainers import sharded_weights
 from headrace.trainers.ranks import Ranks, join_ranks
 from headrace.trainers.sharded_adapter import ShardedAdapterWeights
 from headrace.trainers.torch_trainer import TorchTrainer
@@ -147,8 +148,6 @@ def test_adapters_of_experts(
     sharded.save(tmp_path)
     plain.load(tmp_path)
     assert sent(sharded, sender) == sent(plain, sender)
-    with pytest.raises(ConfigError, match=r"lora\.targets means .*trainer\.expert_ranks = 1"):
-        trainer(load_model(tmp_path / "model"), sender, spec, ranks=ranks, expert_ranks=2)
 
 
 def test_an_adapter_that_is_not_finite_is_never_published(
@@ -172,6 +171,38 @@ def test_a_checkpoint_of_another_rank_is_refused(
 def test_moments_alone_stay_on_the_device(ranks: Ranks, make_model: MakeModel, sender: Any) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.offload"):
         trainer(make_model(), sender, ranks=ranks, offload="moments")
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_layers_may_be_recomputed(
+    hold: bool,
+    ranks: Ranks,
+    make_model: MakeModel,
+    make_batch: MakeBatch,
+    sender: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first layer's input has no gradient, since embeddings are frozen."""
+    monkeypatch.setattr(sharded_weights, "_has_room", lambda *sizes: hold)
+    plain, core = (
+        trainer(make_model(), sender, kl="k3", kl_coef=0.1, **where) for where in ({}, {"ranks": ranks})
+    )
+    core.blocks.num_recomputed = 2
+    for step in (1, 2):
+        expected, found = plain.step(make_batch(step)), core.step(make_batch(step))
+        assert found.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-6)
+
+
+def test_an_adapter_is_trained_on_a_model_that_is_another_adapter(
+    ranks: Ranks, make_model: MakeModel, sender: Any, tmp_path: Path
+) -> None:
+    """The first rank merges it; the others need the shape alone."""
+    base = make_model()
+    base.save_pretrained(tmp_path / "base")
+    base.name_or_path = str(tmp_path / "base")
+    trainer(base, sender).save(tmp_path)
+    shapes = [parameter.shape for parameter in load_model(tmp_path).parameters()]
+    assert [parameter.shape for parameter in hollow_model(tmp_path).parameters()] == shapes
 
 
 def test_hollow_models_have_the_dtype_that_is_computed_in(tmp_path: Path) -> None:
