@@ -87,6 +87,11 @@ def test_two_ranks_train_publish_and_save_an_adapter_as_one_process_does(
     loaded = peft.PeftModel.from_pretrained(base, checkpoint).eval()
     with torch.no_grad():
         np.testing.assert_allclose(plain_logprobs(loaded, IDS).numpy(), logprobs(resumed), atol=1e-5)
+    again = tmp_path / "again"
+    again.mkdir()
+    resumed.save(again)
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        assert (checkpoint / name).read_bytes() == (again / name).read_bytes(), name
     assert not list(checkpoint.glob("model*")) and not list(checkpoint.glob("reference*"))
     assert_same_curve(curve(resumed, range(STEPS + 1, STEPS + 3)), expected[STEPS:])
 
