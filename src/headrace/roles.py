@@ -197,12 +197,11 @@ def _trained_model(told: Mapping[str, Any], settings: Settings, *, first: bool, 
     """Ranks after the first are sent their weights by it."""
     from headrace.models.loading import hollow_model, load_model
 
-    if not first:
-        return hollow_model(told["model"])
     # What an adapter leaves alone is never trained, so it needs no float32 copy.
-    model = load_model(
-        told["model"], device=device, **({"dtype": build.dtype(settings)} if settings.lora.rank else {})
-    )
+    dtype = build.dtype(settings) if settings.lora.rank else "float32"
+    if not first:
+        return hollow_model(told["model"], dtype=dtype)
+    model = load_model(told["model"], device=device, dtype=dtype)
     # What an adapter's checkpoint says it belongs to: a path that holds from anywhere, or the hub's name.
     named = str(settings.model.path)
     model.name_or_path = str(Path(named).absolute()) if Path(named).is_dir() else named

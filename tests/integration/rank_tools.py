@@ -58,9 +58,9 @@ def make_batch(step: int) -> TrainBatch:
     return TrainBatch(step=step, version=step - 1, samples=tuple(samples))
 
 
-def make_model(directory: Path, family: Family) -> Path:
+def make_model(directory: Path, family: Family, *, vocab_size: int = VOCAB_SIZE) -> Path:
     make_tiny_model(
-        directory, family=family, vocab_size=VOCAB_SIZE, hidden_size=32, num_heads=4, init_std=0.15
+        directory, family=family, vocab_size=vocab_size, hidden_size=32, num_heads=4, init_std=0.15
     )
     return directory
 
@@ -93,6 +93,8 @@ def single(model: Path, segments: Path, **changes: Any) -> TorchTrainer:
         row_tokens=s.trainer.row_tokens,
         minibatches=s.trainer.minibatches,
         on_nonfinite=s.trainer.on_nonfinite,
+        compute_dtype="bf16" if build.dtype(s) == "bfloat16" else "fp32",
+        lora=build.lora(s),
         distillation=teaching.distillation(s),
     )
 

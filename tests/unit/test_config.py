@@ -355,6 +355,7 @@ def test_syntax_error_names_the_line(tmp_path):
         (["trainer.ranks=4", "trainer.expert_ranks=3"], ["trainer.expert_ranks", "trainer.ranks = 4"]),
         (["trainer.ranks=2", "run.launcher=inline"], ["trainer.ranks", "run.launcher = local"]),
         (["trainer.ranks=2", "trainer.offload=moments"], ["trainer.offload", "trainer.ranks is 2"]),
+        (["trainer.offload=moments", "lora.rank=4"], ["trainer.offload", "lora.rank is 4", "or all"]),
         (["trainer.warmup_steps=101"], ["trainer.warmup_steps", "run.steps = 100"]),
         (["algo.options.kl.estimator=k2"], ["kl.estimator", "kl is not in use"]),
         (["algo.kl_coef=0.1", "algo.options.kl.estimator=k1"], ["kl.estimator", "one of k2, k3"]),
@@ -457,6 +458,20 @@ def test_bounds_act_with_several_minibatches_or_an_interpolated_prox():
 def test_combinations_are_checked_on_direct_construction_too():
     with pytest.raises(ConfigError, match=r"rollout\.group_size"):
         Settings.model_validate({"rollout": {"group_size": 1}})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer.ranks": 4},
+        {"trainer.ranks": 4, "lora.dora": True},
+        {"trainer.ranks": 4, "trainer.expert_ranks": 2},
+        {"trainer.ranks": 2, "trainer.expert_ranks": 2, "lora.targets": ["experts"]},
+        {"trainer.offload": "all"},
+    ],
+)
+def test_adapters_are_trained_over_ranks(changes):
+    assert from_dict({"lora.rank": 4, **changes}).lora.rank == 4
 
 
 def test_single_attempts_are_fine_with_a_batch_baseline():

@@ -289,10 +289,10 @@ def _engine(s: Settings) -> Iterator[str]:
 
 
 def _lora(s: Settings) -> Iterator[str]:
-    if s.lora.rank > 0 and (s.trainer.ranks > 1 or s.trainer.offload != "none"):
+    if s.lora.rank > 0 and s.trainer.offload == "moments":
         yield (
-            f"lora.rank is {s.lora.rank}, but an adapter is trained on one rank, without offload: set "
-            "trainer.ranks = 1 and trainer.offload = none, or lora.rank = 0."
+            f"trainer.offload is moments, but lora.rank is {s.lora.rank} and an adapter's moments are small: set "
+            "trainer.offload = none, or all to keep the model's weights in host memory too."
         )
     if s.lora.rank == 0 and (s.lora.dora or s.lora.alpha is not None or s.lora.targets != ("all-linear",)):
         yield "lora.rank is 0, which trains the whole model, so the other lora settings do nothing: set it above 0."

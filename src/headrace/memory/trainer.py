@@ -103,17 +103,23 @@ def _alone(model: Architecture, plan: TrainerPlan) -> tuple[Bytes, Bytes]:
 
 def _spread(model: Architecture, plan: TrainerPlan, device_bytes: int) -> tuple[Bytes, Bytes]:
     """On the device, and in host memory beside it."""
-    own, width = math.ceil(model.num_weights / plan.ranks), plan.dtype.itemsize
+    adapter, width = model.num_adapter_weights, plan.dtype.itemsize
+    num, trained = model.num_weights + adapter, adapter or model.num_weights
+    own = math.ceil(trained / plan.ranks)
     slices: Bytes = {"weights, float32": 4 * own, "gradients": 4 * own, "moments": 8 * own}
-    if plan.with_reference:
+    if adapter:
+        # The frozen model, which without the adapter is the reference too.
+        slices["weights, computed with"] = width * math.ceil(model.num_weights / plan.ranks)
+    elif plan.with_reference:
         slices["reference"] = width * own
-    if not plan.on_gpu or may_hold(model.num_weights, device_bytes):
+    if not plan.on_gpu or may_hold(num, trained, device_bytes):
         # Weights, and gradients until they are summed over the ranks.
-        gathered = (width + 4) * model.num_weights
+        gathered = width * num + 4 * trained
     else:
         # The layer that is computed and the next one, what is of no layer, and gradients on their way.
-        layer = model.num_layer_weights
-        gathered = (width + 4) * (layer + model.num_outside_weights) + width * layer
+        of_adapter = math.ceil(adapter / model.num_layers)
+        layer, outside = model.num_layer_weights + of_adapter, model.num_outside_weights
+        gathered = width * (2 * layer + outside) + 4 * (of_adapter or layer + outside)
     held: Bytes = {"weights, gathered": gathered}
     if plan.offload == "all" and plan.on_gpu:
         return held, slices

@@ -87,13 +87,13 @@ def _merged(directory: Path, *, dtype: str, device: str) -> PreTrainedModel:
     return merged.eval()
 
 
-def hollow_model(path: str | Path) -> PreTrainedModel:
-    """A float32 model of the shape saved under ``path`` whose weights are never read or written here: memory
-    that nobody touches is never taken."""
+def hollow_model(path: str | Path, *, dtype: str = "float32") -> PreTrainedModel:
+    """A model of the shape saved under ``path`` (of an adapter: the model it is merged into) whose weights are never
+    read or written here: memory that nobody touches is never taken."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(path)), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(load_config(path), dtype=_DTYPES[dtype])
     model.tie_weights()  # a part of the initialisation that was left out
     use_float_routers(model)
     return model.eval()

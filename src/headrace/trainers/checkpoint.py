@@ -28,10 +28,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError
-from headrace.trainers.adapter_weights import AdapterModule
+from headrace.trainers.peft_adapter import AdapterModule
 from headrace.trainers.placement import Weights
 from headrace.trainers.ranks import Ranks
 from headrace.trainers.shard_files import Entry, open_files, write_files, write_model
+from headrace.trainers.sharded_adapter import ShardedAdapterWeights, write_adapter
 from headrace.trainers.sharded_weights import ShardedWeights
 
 FORMAT = 1
@@ -69,7 +70,9 @@ def save_state(
     """Called on every rank; fails on all of them where it fails on one."""
     ranks = weights.ranks
     write = _Together(ranks, f"checkpoint {directory}: could not be written", _REMEDY_WRITE)
-    if isinstance(weights, ShardedWeights):
+    if isinstance(weights, ShardedAdapterWeights):
+        write_adapter(directory, weights, write)
+    elif isinstance(weights, ShardedWeights):
         write_model(directory, weights, write)
     else:
         write(lambda: weights.model.save_pretrained(directory))

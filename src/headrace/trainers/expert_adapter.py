@@ -3,7 +3,7 @@
 In: a model in which peft wraps the experts' fused weights. Out: the same model, whose experts compute the adapter's
 part beside each product, as an engine does. Peft's own forward adds B @ A to the weights of all experts in every pass:
 a copy of all experts and a gradient as large, a sum rounded to the dtype of the weights, and modules changed in the
-middle of a forward, which breaks compiled code. Peft keeps the tensors, their names and files.
+middle of a forward, which breaks compiled code. Names and files are peft's, the tensors have a slice for each expert.
 
 Shape legend: T tokens, K experts a token, P pairs of token and expert, E experts, R rank, H hidden size, I inputs and
 O outputs of a product.
@@ -39,35 +39,26 @@ def compute_beside(policy: nn.Module, weights: Iterable[str]) -> None:
         outermost.forward = MethodType(_forward, outermost)
 
 
-def factors(wrapper: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [E, R, I] and B [E, O, R]; peft keeps B's experts interleaved."""
-    a, b = wrapper.lora_A[_NAME].weight, wrapper.lora_B[_NAME].weight
-    num_experts = wrapper.num_experts
-    a_ERI = a.view(num_experts, -1, a.shape[1])
-    return a_ERI, _by_expert(b, num_experts)
+def split_factors(policy: nn.Module, weights: Iterable[str]) -> None:
+    """Give every expert a slice of its own in A [E, R, I] and B [E, O, R], as the products take them and as experts
+    are divided among ranks; peft has one matrix for all experts."""
+    for wrapper in wrappers_of(policy, weights).values():
+        for factor in (wrapper.lora_A, wrapper.lora_B):
+            linear = factor[_NAME]
+            slices = from_matrix(linear.weight.detach(), wrapper.num_experts, is_b=factor is wrapper.lora_B)
+            linear.weight = nn.Parameter(slices)
 
 
-@torch.library.custom_op("headrace::by_expert", mutates_args=())
-def _by_expert(b: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[O, R * E], experts interleaved, as [E, O, R]. An operation of its own, since compiled code would leave the
-    bytes as they lie and change only the strides, which products of groups do not take."""
-    return b.view(b.shape[0], -1, num_experts).permute(2, 0, 1).contiguous()
+def from_matrix(matrix: torch.Tensor, num_experts: int, *, is_b: bool) -> torch.Tensor:
+    """Peft's A [E * R, I] or B [O, R * E], in which experts are interleaved, with a slice for each expert."""
+    if not is_b:
+        return matrix.view(num_experts, -1, matrix.shape[1])
+    return matrix.view(matrix.shape[0], -1, num_experts).permute(2, 0, 1).contiguous()
 
 
-@_by_expert.register_fake
-def _(b: torch.Tensor, num_experts: int) -> torch.Tensor:
-    return b.new_empty((num_experts, b.shape[0], b.shape[1] // num_experts))
-
-
-def _remember_experts(ctx: Any, inputs: tuple[torch.Tensor, int], output: torch.Tensor) -> None:
-    ctx.num_experts = inputs[1]
-
-
-def _interleaved(ctx: Any, grad_EOR: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return grad_EOR.permute(1, 2, 0).reshape(grad_EOR.shape[1], -1), None
-
-
-_by_expert.register_autograd(_interleaved, setup_context=_remember_experts)
+def to_matrix(slices: torch.Tensor, *, is_b: bool) -> torch.Tensor:
+    """The reverse of ``from_matrix``."""
+    return slices.permute(1, 2, 0).flatten(1) if is_b else slices.flatten(0, 1)
 
 
 def _nested(module: Any) -> dict[str, Any]:
@@ -100,7 +91,7 @@ class _Beside:
         self._wrapper = wrapper
 
     def __call__(self, x_PI: torch.Tensor, product_PO: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-        a_ERI, b_EOR = factors(self._wrapper)
+        a_ERI, b_EOR = self._wrapper.lora_A[_NAME].weight, self._wrapper.lora_B[_NAME].weight
         missing = -a_ERI.shape[1] % COLUMNS
         inner_PR = grouped_linear(x_PI, nn.functional.pad(a_ERI, (0, 0, 0, missing)), pairs)
         part_PO = grouped_linear(inner_PR, nn.functional.pad(b_EOR, (0, missing)), pairs)

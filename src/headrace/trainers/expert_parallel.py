@@ -38,9 +38,10 @@ def _has_slices(module: nn.Module) -> bool:
 
 
 def divide_experts(model: nn.Module, group: dist.ProcessGroup) -> list[nn.Module]:
-    """Leave this rank's part of every layer's experts; their values are to be filled in."""
+    """Leave this rank's part of every layer's experts, and of adapters they have; the values are to be filled in.
+    Returns the modules that hold all of a layer's."""
     size = group.size()
-    modules = expert_modules(model)
+    modules, divided = expert_modules(model), []
     if not modules:
         raise ModelError(
             f"model: {type(model).__name__} has no experts that could be divided; set trainer.expert_ranks to 1"
@@ -54,12 +55,26 @@ def divide_experts(model: nn.Module, group: dist.ProcessGroup) -> list[nn.Module
             )
         num_own = num_experts // size
         setattr(module, "num_experts", num_own)  # noqa: B010
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            assert parameter.shape[0] == num_experts, f"{name}.{key} is not one slice for each expert"
-            own = parameter.new_empty((num_own, *parameter.shape[1:]))
-            setattr(module, key, nn.Parameter(own, requires_grad=parameter.requires_grad))
-        module.forward = _Exchanging(module.forward, num_own, group)
-    return list(modules.values())
+        whole = model.get_submodule(_outermost(name))
+        for part in whole.modules():
+            _keep(part, num_own, num_experts)
+        whole.forward = _Exchanging(whole.forward, num_own, group)
+        divided.append(whole)
+    return divided
+
+
+def _outermost(name: str) -> str:
+    """Of experts with an adapter, the wrapper that is called in their place."""
+    while name.endswith(".base_layer"):
+        name = name.removesuffix(".base_layer")
+    return name
+
+
+def _keep(module: nn.Module, num_own: int, num_experts: int) -> None:
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        assert parameter.shape[0] == num_experts, f"{key} is not one slice for each expert"
+        own = parameter.new_empty((num_own, *parameter.shape[1:]))
+        setattr(module, key, nn.Parameter(own, requires_grad=parameter.requires_grad))
 
 
 class _Exchanging:

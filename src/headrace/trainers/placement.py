@@ -20,9 +20,12 @@ from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.forward_check import check_forward
 from headrace.trainers.master_weights import MasterWeights, compute_copy
 from headrace.trainers.ranks import Ranks
+from headrace.trainers.sharded_adapter import ShardedAdapterWeights
 from headrace.trainers.sharded_weights import ShardedWeights, hollow_copy
 
 Weights = MasterWeights | ShardedWeights
+Adapters = AdapterWeights | ShardedAdapterWeights
+"""Weights that are an adapter's alone."""
 Offload = Literal["none", "moments", "all"]
 
 
@@ -43,14 +46,21 @@ def place_weights(
             "trainer.offload: moments alone are kept in host memory for a whole model on one rank: set it to all, or "
             "trainer.ranks = 1 and lora.rank = 0"
         )
+    in_host = offload == "all"
     keep_float_residual(model)
-    if lora is not None:
-        return _adapter(model.eval(), dtype, lora, ranks), None
-    model = model.to(torch.float32).eval()
+    if lora is not None and ranks.device is None:
+        adapter = AdapterWeights(model.eval(), dtype, lora)
+        check_forward(adapter.policy)
+        return adapter, None
+    model = model.eval() if lora is not None else model.to(torch.float32).eval()
     if ranks.is_first:
         check_forward(model)
     else:
         use_packed_attention(model)
+    if lora is not None:
+        return ShardedAdapterWeights(
+            model, dtype, lora, ranks=ranks, expert_ranks=expert_ranks, offload=in_host
+        ), None
     if ranks.device is None:
         masters, reference = _on_one_device(model, dtype, with_reference)
         masters.host_moments = offload == "moments"
@@ -62,21 +72,11 @@ def place_weights(
             dtype,
             ranks=ranks,
             expert_ranks=expert_ranks,
-            offload=offload == "all",
+            offload=in_host,
             source=named_tensors(model),
         )
-    weights = ShardedWeights(model, dtype, ranks=ranks, expert_ranks=expert_ranks, offload=offload == "all")
+    weights = ShardedWeights(model, dtype, ranks=ranks, expert_ranks=expert_ranks, offload=in_host)
     return weights, slices
-
-
-def _adapter(model: PreTrainedModel, dtype: torch.dtype, lora: LoraSpec, ranks: Ranks) -> AdapterWeights:
-    if ranks.device is not None:
-        raise ConfigError(
-            "lora.rank: an adapter is trained on one rank, without offload: set trainer.ranks = 1"
-        )
-    weights = AdapterWeights(model, dtype, lora)
-    check_forward(weights.policy)
-    return weights
 
 
 def _on_one_device(

@@ -52,18 +52,21 @@ class ShardedWeights:
         offload: bool = False,
         hold: bool | None = None,
         source: Mapping[str, torch.Tensor] | None = None,
+        num_trained: int | None = None,
     ) -> None:
         """Groups of ``expert_ranks`` neighbours divide the experts of a mixture among themselves. ``offload``
         keeps slices and optimizer state in host memory. ``hold`` keeps weights gathered, and
         gradients whole, from the first row of an update to its last (None: where a GPU has room for
-        them). ``source`` is where the first rank takes the weights from (None: the model)."""
+        them). ``source`` is where the first rank takes the weights from (None: the model). ``num_trained`` is how
+        many of the weights have gradients (None: all)."""
         assert ranks.device is not None
         self.model = self.policy = model
         self.ranks, self.device, self.dtype = ranks, ranks.device, dtype
         whole = {name: tensor.detach() for name, tensor in (source or named_tensors(model)).items()}
         num_weights = sum(tensor.numel() for tensor in whole.values())
-        self._hold = _has_room(num_weights, ranks.device) if hold is None else hold
-        self.held_bytes = whole_bytes(num_weights) if self._hold else 0
+        num_trained = num_weights if num_trained is None else num_trained
+        self._hold = _has_room(num_weights, num_trained, ranks.device) if hold is None else hold
+        self.held_bytes = whole_bytes(num_weights, num_trained) if self._hold else 0
         """Taken by whole weights and gradients between the rows of an update."""
         self._forward = _Forward(model)
         self._expert_ranks = expert_ranks
@@ -255,20 +258,20 @@ def _parameter_names(model: nn.Module, modules: Sequence[nn.Module]) -> frozense
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in wanted)
 
 
-def _has_room(num_weights: int, device: torch.device) -> bool:
+def _has_room(num_weights: int, num_trained: int, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
-    return may_hold(num_weights, torch.cuda.get_device_properties(device).total_memory)
+    return may_hold(num_weights, num_trained, torch.cuda.get_device_properties(device).total_memory)
 
 
-def may_hold(num_weights: int, gpu_bytes: int) -> bool:
+def may_hold(num_weights: int, num_trained: int, gpu_bytes: int) -> bool:
     """Whether a GPU of this size has room for whole weights and gradients between the rows of an update."""
-    return whole_bytes(num_weights) <= HELD_SHARE * gpu_bytes
+    return whole_bytes(num_weights, num_trained) <= HELD_SHARE * gpu_bytes
 
 
-def whole_bytes(num_weights: int) -> int:
-    """Weights of two bytes and gradients of four."""
-    return 6 * num_weights
+def whole_bytes(num_weights: int, num_trained: int) -> int:
+    """Weights of two bytes, and gradients of four of those that are trained."""
+    return 2 * num_weights + 4 * num_trained
 
 
 def _even_rows(num_rows: int, num_parts: int) -> Rows:

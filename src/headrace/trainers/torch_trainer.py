@@ -34,7 +34,6 @@ from headrace.data.routing import RouterShape
 from headrace.errors import InvariantError, TrainingError
 from headrace.protocols import WeightSender
 from headrace.timekeeping import TimeLedger
-from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.balance import ExpertBalance
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
@@ -44,7 +43,7 @@ from headrace.trainers.metrics import RowRecord, behavior_metrics, starts, step_
 from headrace.trainers.objective import RowOutcome
 from headrace.trainers.optim import build_adamw, rate_factor, set_learning_rate
 from headrace.trainers.options import TrainOptions
-from headrace.trainers.placement import place_weights
+from headrace.trainers.placement import Adapters, place_weights
 from headrace.trainers.ranks import ALONE, Ranks
 from headrace.trainers.routes import RouteTally, check_sample_routes, route_replay
 from headrace.trainers.rows import TrainRow, train_rows, with_cutoff, without_truncated
@@ -225,7 +224,7 @@ class TorchTrainer:
             raise InvariantError(
                 f"publish: version {version} was asked for, but the weights are {self.version}"
             )
-        adapter = self._weights if isinstance(self._weights, AdapterWeights) else None
+        adapter = self._weights if isinstance(self._weights, Adapters) else None
         kind: BundleKind | None = "adapter" if adapter else "full" if version is None else None
         with self.ledger.activity("publishing"):
             blobs = self._weights.blobs()
@@ -293,7 +292,7 @@ class TorchTrainer:
         if self.objective.needs_reference and not self._options.keep_reference:
             _check_references(parts)
         elif self.objective.needs_reference:
-            with self._weights.off() if isinstance(self._weights, AdapterWeights) else nullcontext():
+            with self._weights.off() if isinstance(self._weights, Adapters) else nullcontext():
                 rows_of_parts = [self._with_reference(rows) for rows in rows_of_parts]
         # With one minibatch the policy is prox itself, and the extra pass would compute the same numbers.
         if self.objective.needs_batch or (self.objective.needs_prox and len(parts) > 1):

@@ -265,6 +265,24 @@ def test_a_trainer_on_a_cpu_takes_what_the_plan_says(tmp_path, row_tokens):
     assert int(done.stdout.split()[-1]) == pytest.approx(planned, rel=0.1)
 
 
+@pytest.mark.parametrize(("shape", "held"), [("qwen2-1.5b", True), ("qwen2-7b", False)])
+def test_ranks_divide_the_frozen_model_and_its_adapter(shape, held):
+    """Where the GPU is small, a layer and the next one are whole, and gradients of one layer's adapter."""
+    settings = from_dict({"lora.rank": 16, "trainer.ranks": 4, "algo.kl_coef": 0.1})
+    model = examine(shape_config(shape), torch.bfloat16, LoraSpec(rank=16, alpha=32.0))
+    num, own = model.num_weights, model.num_adapter_weights
+    plan = plan_memory(settings, model, kind="cuda", device_bytes=24 * 10**9)
+    for rank in range(4):
+        process = f"trainer-{rank}"
+        assert bytes_for(plan, "weights, computed with", process) == pytest.approx(2 * num / 4, abs=4)
+        assert bytes_for(plan, "moments", process) == pytest.approx(8 * own / 4, abs=8)
+        assert bytes_for(plan, "reference", process) == 0
+        gathered = bytes_for(plan, "weights, gathered", process)
+        layers = 2 * (2 * model.num_layer_weights + model.num_outside_weights)
+        assert gathered == (2 * num + 6 * own if held else pytest.approx(layers, rel=0.05))
+    assert bytes_for(plan, "published weights", "trainer-0") == 2 * own
+
+
 def test_an_adapter_leaves_the_model_without_masters_gradients_and_moments():
     settings = from_dict({"lora.rank": 16, "model.device": "cuda"})
     model = examine(shape_config("qwen2-1.5b"), torch.bfloat16, LoraSpec(rank=16, alpha=32.0))

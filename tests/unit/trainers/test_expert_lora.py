@@ -113,9 +113,7 @@ def test_gradients_are_those_of_the_merged_weights(checkpoint, make_trainer, mak
             tensors[f"{name}.lora_A.weight"],
             tensors[f"{name}.lora_B.weight"],
         )
-        # Peft keeps A as [E * R, I] and B as [O, R * E], its experts side by side.
-        a_grad = wrapper.lora_A["default"].weight.grad.view(a.shape)
-        b_grad = wrapper.lora_B["default"].weight.grad.view(b.shape[1], b.shape[2], -1).permute(2, 0, 1)
+        a_grad, b_grad = (factor["default"].weight.grad for factor in (wrapper.lora_A, wrapper.lora_B))
         assert float(g.abs().max()) > 1e-3
         torch.testing.assert_close(a_grad, SPEC.scaling * b.mT @ g, atol=1e-6, rtol=1e-4)
         torch.testing.assert_close(b_grad, SPEC.scaling * g @ a.mT, atol=1e-6, rtol=1e-4)
