@@ -83,18 +83,16 @@ def decode_kernel(
     if span >= num_used:
         return
 
-    heads_P = tl.arange(0, P)
-    dims_D = tl.arange(0, D_PAD)
+    heads_P, dims_D, dims_E = tl.arange(0, P), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
+    real_P = heads_P < G
     query_at = query + row * query_stride_b + (head * G + heads_P)[:, None] * query_stride_h + dims_D[None, :]
-    query_PD = tl.load(query_at, mask=(heads_P < G)[:, None] & (dims_D < D)[None, :], other=0.0)
+    query_PD = tl.load(query_at, mask=real_P[:, None] & (dims_D < D)[None, :], other=0.0)
     begin = first + span * span_rows
     end = tl.minimum(begin + span_rows, length)
     line_P, seen = row * K * G + head * G + heads_P, tl.where(span == 0, prefix, 0)
     if SHARED:
         # Asked for here and used behind the loop, which hides the wait; most prefixes are one part.
-        known = part_state(
-            0, num_parts, line_P, (heads_P < G) & (seen > 0), prefix_sums, prefix_stats, E, E_PAD
-        )
+        known = part_state(0, num_parts, line_P, real_P & (seen > 0), prefix_sums, prefix_stats, E, E_PAD)
     top_P = tl.full([P], float("-inf"), tl.float32)
     total_P = tl.zeros([P], tl.float32)
     sum_PE = tl.zeros([P, E_PAD], tl.float32)
@@ -105,30 +103,53 @@ def decode_kernel(
     if SHARED:
         top_P, total_P, sum_PE = joined(top_P, total_P, sum_PE, known[0], known[1], known[2])
         for part in range(1, tl.cdiv(seen, tl.maximum(rows_of_part(prefix, num_parts), 1))):
-            more = part_state(part, num_parts, line_P, heads_P < G, prefix_sums, prefix_stats, E, E_PAD)
+            more = part_state(part, num_parts, line_P, real_P, prefix_sums, prefix_stats, E, E_PAD)
             top_P, total_P, sum_PE = joined(top_P, total_P, sum_PE, more[0], more[1], more[2])
 
-    dims_E = tl.arange(0, E_PAD)
-    written_PE = (heads_P < G)[:, None] & (dims_E < E)[None, :]
+    if num_used > 1:
+        leave_span(
+            span, num_spans, line_P, real_P, top_P, total_P, sum_PE, partial_sums, partial_stats, E, E_PAD
+        )
+        if not is_last(arrived + row * K + head, num_used):
+            return
+        total_P, sum_PE = all_spans(
+            num_used, num_spans, line_P, real_P, partial_sums, partial_stats, E, E_PAD
+        )
     out_at = out + row * out_stride_b + (head * G + heads_P)[:, None] * out_stride_h + dims_E[None, :]
-    if num_used == 1:
-        # A padding row has seen nothing: its sum is zero and so is what is written.
-        tl.store(out_at, sum_PE / tl.where(total_P > 0.0, total_P, 1.0)[:, None], mask=written_PE)
-        return
+    # A padding row has seen nothing: its sum is zero and so is what is written.
+    made_PE = sum_PE / tl.where(total_P > 0.0, total_P, 1.0)[:, None]
+    tl.store(out_at, made_PE, mask=real_P[:, None] & (dims_E < E)[None, :])
+
+
+@triton.jit
+def leave_span(
+    span, num_spans, line_P, real_P, top_P, total_P, sum_PE, sums, stats, E: tl.constexpr, E_PAD: tl.constexpr
+):
+    """Where ``part_state`` finds it."""
+    dims_E = tl.arange(0, E_PAD)
     slot_P = line_P * num_spans + span
-    tl.store(partial_sums + slot_P[:, None] * E + dims_E[None, :], sum_PE, mask=written_PE)
-    tl.store(partial_stats + slot_P * 2, top_P, mask=heads_P < G)
-    tl.store(partial_stats + slot_P * 2 + 1, total_P, mask=heads_P < G)
+    sum_at = sums + slot_P[:, None] * E + dims_E[None, :]
+    tl.store(sum_at, sum_PE, mask=real_P[:, None] & (dims_E < E)[None, :])
+    tl.store(stats + slot_P * 2, top_P, mask=real_P)
+    tl.store(stats + slot_P * 2 + 1, total_P, mask=real_P)
+
+
+@triton.jit
+def is_last(counter, num_used):
+    """Whether all others have been here, and what they stored before can be read; the counter is zero again then."""
     # What all threads have stored comes before the arrival of any.
     tl.debug_barrier()
-    counter = arrived + row * K + head
-    if tl.atomic_add(counter, 1, sem="acq_rel") < num_used - 1:
-        return
-    tl.store(counter, 0)
-    top_P, total_P, sum_PE = part_state(
-        0, num_spans, line_P, heads_P < G, partial_sums, partial_stats, E, E_PAD
-    )
-    for other in range(1, num_used):
-        more = part_state(other, num_spans, line_P, heads_P < G, partial_sums, partial_stats, E, E_PAD)
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == num_used - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def all_spans(num_used, num_spans, line_P, real_P, sums, stats, E: tl.constexpr, E_PAD: tl.constexpr):
+    """Total weight and weighted sum of values over the spans of a row."""
+    top_P, total_P, sum_PE = part_state(0, num_spans, line_P, real_P, sums, stats, E, E_PAD)
+    for span in range(1, num_used):
+        more = part_state(span, num_spans, line_P, real_P, sums, stats, E, E_PAD)
         top_P, total_P, sum_PE = joined(top_P, total_P, sum_PE, more[0], more[1], more[2])
-    tl.store(out_at, sum_PE / tl.where(heads_P < G, total_P, 1.0)[:, None], mask=written_PE)
+    return total_P, sum_PE
