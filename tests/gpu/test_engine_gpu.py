@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.engines import device_model
 from headrace.engines.make import torch_engine
 from headrace.engines.sampler import SamplerRows, sample
 from headrace.engines.truncated_draws import LISTED_TOKENS
@@ -89,17 +88,6 @@ def test_logprobs_are_those_of_the_reference(tmp_path, family, dtype):
     requests = crowd(temperature=0.9)
     done = generate(engine, requests)
     assert_scored_alike(build(rounded), requests, done, dtype, reference_has_experts=family == "qwen3_moe")
-
-
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
-def test_products_of_few_rows_by_their_own_kernel(tmp_path, monkeypatch, compiled):
-    monkeypatch.setattr(device_model, "_SKINNY_PRODUCTS", True)
-    model = tiny(tmp_path, num_layers=4)
-    rounded = copy.deepcopy(model).bfloat16().float()
-    engine = build(on_gpu(model, torch.bfloat16), max_running=160, kv_tokens=32768, compiled=compiled)
-    for count in (12, 150):
-        requests = crowd(count=count, temperature=0.9)
-        assert_scored_alike(build(rounded), requests, generate(engine, requests), torch.bfloat16)
 
 
 def test_float32_tokens_are_those_of_the_cpu(tmp_path):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.kernels import decode_attention, paged_attention, sampling, skinny_product, truncation
+from headrace.kernels import decode_attention, paged_attention, sampling, truncation
 from headrace.kernels.shared_prefixes import MAX_MEMBERS, SharedPrefixes
 
 MODELS = {"0.5B": (14, 2, 64), "1.5B": (12, 2, 128), "7B": (28, 4, 128)}
@@ -31,9 +31,6 @@ TRUNCATIONS = {
 """Top-k, top-p, and whether tens of thousands of tokens share the mass, where a trained model has a few."""
 LISTED_TOKENS = 1024
 """Ids of a kept set that are listed, as in the engine."""
-PRODUCTS = ((3584, 18944), (3584, 3584), (1536, 8960), (1536, 1536))
-"""Outputs and inputs of what the layers of 7B and 1.5B add to the running sum."""
-PRODUCT_ROWS = (8, 24, 64, 128)
 VOCAB_SIZE = 151936
 BLOCK_SIZE = 16
 COLD_BYTES = 3e8
@@ -55,8 +52,6 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield from (prefill(model, pieces, length, device) for pieces, length in PREFILLS)
     for dtype in (torch.float32, torch.bfloat16):
         yield from (sample(rows, VOCAB_SIZE, dtype, device) for rows in SAMPLES)
-    for num_out, num_in in PRODUCTS:
-        yield from (product(rows, num_out, num_in, device) for rows in PRODUCT_ROWS)
     for truncated in TRUNCATIONS:
         yield from (sample_truncated(truncated, rows, VOCAB_SIZE, device) for rows in SAMPLES)
 
@@ -179,26 +174,6 @@ def sample_truncated(truncated: str, rows: int, vocab_size: int, device: torch.d
         return lambda: sampling.sample_rows_truncated(logits_RV, given, draws, workspace)
 
     return Case(f"{truncated} {rows} x {vocab_size}", [launch(x) for x in logits], num_bytes, "TB/s")
-
-
-def product(rows: int, num_out: int, num_in: int, device: torch.device) -> Case:
-    """Counted is the matrix."""
-    num_bytes = 2 * num_out * num_in
-    copies = max(3, int(COLD_BYTES // num_bytes))
-    matrices = torch.randn((copies, num_out, num_in), dtype=torch.bfloat16, device=device)
-    x_TI = torch.randn((rows, num_in), dtype=torch.bfloat16, device=device)
-    workspace = skinny_product.product_workspace(device)
-    tiling = skinny_product.usual_tiling(rows, num_out)
-    assert tiling is not None
-
-    def launch(weight_OI: torch.Tensor) -> Callable[[], None]:
-        def once() -> None:
-            skinny_product.skinny_product(x_TI, weight_OI, tiling, workspace)
-
-        return once
-
-    name = f"product {rows} x {num_in} x {num_out}"
-    return Case(name, [launch(weight_OI) for weight_OI in matrices], num_bytes, "TB/s")
 
 
 def seconds(launches: list[Callable[[], None]], repeats: int = 9) -> float:

@@ -22,11 +22,8 @@ from headrace.models.joined_linear import join_linears
 from headrace.models.lora import LoraSpec
 from headrace.models.low_rank import serving
 from headrace.models.route_recording import recorder
-from headrace.models.skinny_linear import use_skinny_products
 
 _PROBE_ROWS = 8
-_SKINNY_PRODUCTS = False
-"""Whether passes of few rows compute what they add to the running sum by a kernel of their own."""
 
 
 class LayerShape(NamedTuple):
@@ -60,8 +57,6 @@ class DeviceModel:
                 f"{type(model).__name__} does not use transformers' attention interface; choose another model."
             )
         join_linears(model)
-        if _SKINNY_PRODUCTS:
-            use_skinny_products(model)
         self.bank = None if lora is None else AdapterBank(model, lora, num_adapters)
         self.recorder = recorder(model, max(routed_rows, _PROBE_ROWS), model.device) if routed_rows else None
         self._model = model

@@ -34,9 +34,9 @@ def keep_float_residual(model: PreTrainedModel) -> bool:
     for layer in layers:
         for child in layer.children():
             if _is_norm(child):
-                give_forward(child, _narrow_forward)
+                _give_forward(child, _narrow_forward)
         _widen_products(layer)
-    give_forward(last_norm, _narrow_forward)
+    _give_forward(last_norm, _narrow_forward)
     return True
 
 
@@ -45,17 +45,6 @@ def residual_dtype(model: PreTrainedModel) -> torch.dtype:
     _, last_norm = _layers_and_last_norm(model)
     widened = last_norm is not None and "forward" in vars(last_norm)
     return torch.float32 if widened else model.dtype
-
-
-def widened_linears(model: PreTrainedModel) -> list[nn.Linear]:
-    """Those whose products are float32 and of narrow operands."""
-    return [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear
-        and getattr(module.forward, "__func__", None) is _wide_forward
-        and module.weight.dtype != torch.float32
-    ]
 
 
 def _layers_and_last_norm(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module | None]:
@@ -87,10 +76,10 @@ def _widen_products(layer: nn.Module) -> None:
         part, _, last = name.partition(".")
         linear = getattr(getattr(layer, part, None), last, None)
         if type(linear) is nn.Linear:
-            give_forward(linear, _wide_forward)
+            _give_forward(linear, _wide_forward)
 
 
-def give_forward(module: Any, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+def _give_forward(module: Any, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     module.forward = MethodType(forward, module)
 
 

@@ -24,14 +24,13 @@ def wide_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor 
     product: torch.Tensor = (
         torch.ops.headrace.wide_product(x_TI, weight_OI)
         if torch.is_grad_enabled()
-        else plain_wide_product(x_TI, weight_OI)
+        else _product(x_TI, weight_OI)
     )
     product = product if bias_O is None else product + bias_O.float()
     return product.view(*x.shape[:-1], -1)
 
 
-def plain_wide_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """float32 [T, O], without gradients."""
+def _product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     if x_TI.device.type == "cuda":
         return torch.mm(x_TI, weight_OI.t(), out_dtype=torch.float32)
     return F.linear(x_TI.float(), weight_OI.float())
@@ -39,7 +38,7 @@ def plain_wide_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Ten
 
 @torch.library.custom_op("headrace::wide_product", mutates_args=())
 def _wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return plain_wide_product(x, weight)
+    return _product(x, weight)
 
 
 @_wide_product.register_fake
