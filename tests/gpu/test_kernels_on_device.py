@@ -232,7 +232,8 @@ def test_a_whole_vocabulary_is_valued_as_in_float64(num_tokens, vocab_size, ids_
     expected = plain_token_values(logits.double(), ids, temperatures.double(), softcap)
     for values, right in zip(found, expected, strict=True):
         assert values.shape == right.shape
-        assert (values - right).norm() / right.norm() < 2e-6
+        # Where one token has nearly all the mass, values are near zero and what they are made of is not.
+        assert (values - right).norm() < 2e-6 * (right.norm() + num_tokens**0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

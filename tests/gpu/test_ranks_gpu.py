@@ -65,7 +65,8 @@ def trainer(family: str, device: str, **settings: Any) -> TorchTrainer:
         small_model(family, device),
         sender=NoSender(),
         ledger=TimeLedger(TRAINER_ACTIVITIES),
-        learning_rate=1e-4,
+        # Small, since an update moves every weight by as much, to the side that rounding may decide.
+        learning_rate=2e-5,
         row_tokens=600,
         compute_dtype="bf16",
         **settings,
@@ -86,7 +87,6 @@ def test_a_world_of_one_trains_and_publishes_as_one_device(
     for step in range(1, STEPS + 1):
         expected, found = plain.step(batch(step)).metrics, sharded.step(batch(step)).metrics
         for name in ("loss", "grad_norm", "entropy"):
-            # The first update moves every weight by the learning rate, to the side that rounding may decide.
             rel = 2e-2 if step == 1 else 5e-2
             assert found[name] == pytest.approx(expected[name], rel=rel, abs=1e-3), (step, name)
     plain.publish(STEPS)

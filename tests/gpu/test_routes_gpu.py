@@ -122,6 +122,7 @@ def test_compiled_layers_replay_what_uncompiled_ones_do(moe):
         )  # fmt: skip
         metrics[name] = trainer.step(batch).metrics
     assert metrics["compiled"]["routing_fallback"] == 0.0
-    assert metrics["compiled"]["route_flips"] == pytest.approx(metrics["eager"]["route_flips"], abs=0.01)
+    # Flips are the engine's and the trainer's rounding; uncompiled layers round in more places.
+    assert metrics["compiled"]["route_flips"] <= metrics["eager"]["route_flips"] + 0.01 < 0.04
     assert metrics["compiled"]["grad_norm"] == pytest.approx(metrics["eager"]["grad_norm"], rel=0.05)
     assert metrics["compiled"]["mismatch_p99"] < metrics["live"]["mismatch_p99"]

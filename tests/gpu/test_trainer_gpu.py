@@ -16,6 +16,7 @@ from headrace.bench.shapes import build_random_model
 from headrace.bench.train import Workload, random_samples
 from headrace.data.packing import pack
 from headrace.memory.architecture import examine
+from headrace.models.float_residual import keep_float_residual
 from headrace.models.packed_attention import use_packed_attention
 from headrace.models.shared_prefix import segment_attention, segment_bounds
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
@@ -254,6 +255,7 @@ def test_a_compiled_layer_keeps_what_the_plan_says() -> None:
     )  # fmt: skip
     model = build_random_model(config, device="cuda", dtype=torch.bfloat16)
     use_packed_attention(model)
+    keep_float_residual(model)
     found = DecoderBlocks(model, compiled=True)._probe()
     planned = examine(config, torch.bfloat16).compiled
     assert found == pytest.approx(planned.layers + planned.outside, rel=0.05)

@@ -27,6 +27,8 @@ from headrace.kernels.shared_prefixes import MAX_MEMBERS, SharedPrefixes
 _MAX_SPANS = 32
 _MIN_SPAN = 256
 """Key-value rows below which a span is not worth a program of its own."""
+_MIN_HALF = 512
+"""The same where rows are only halved: whole ones nearly fill the chip, so that few more programs are wanted."""
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 _PREFIX_STATES = 512
 """Rows times parts of a prefix: with 8 rows a piece, about as many programs a key-value head as fill the chip."""
@@ -113,7 +115,11 @@ def decode_attention(
     shared = None if window else shared
     tile, num_warps, num_stages = _decode_shape(key_dim, pool_BSW.dtype, num_spans, shared is not None)
     values = {"E": value_dim, "E_PAD": padded_dim(value_dim)}
-    spans = {"WINDOW": window or 0, "SHARED": shared is not None, "MIN_SPAN": _MIN_SPAN}
+    spans = {
+        "WINDOW": window or 0,
+        "SHARED": shared is not None,
+        "MIN_SPAN": _MIN_HALF if num_spans == 2 else _MIN_SPAN,
+    }
     heads = {
         "K": num_kv_heads,
         "G": group,
