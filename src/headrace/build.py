@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,7 @@ _ROW_TOKENS = {"cpu": 4096, "cuda": 16384}
 _SHARE_ALONE = 0.9
 _SHARE_BESIDE_TRAINER = 0.4
 _JOURNAL_TOKENS = 32
+_JOURNAL_REPORTS_PER_S = 500.0
 _STEP_TOKENS = 8
 SCORED_TOKENS = 1024
 """Tokens a reference scores in one pass, whose logits are held whole."""
@@ -337,6 +339,12 @@ def progress_tokens(settings: Settings) -> int:
         return _JOURNAL_TOKENS
     kind, _, value = settings.scoring.steps.partition(":")
     return min(_JOURNAL_TOKENS, int(value)) if kind == "tokens" else _STEP_TOKENS
+
+
+def reports_per_s(settings: Settings) -> float:
+    """Reports of all requests of an engine in a second. With hundreds of requests on a GPU the journal would be told
+    ten thousand times a second otherwise, and completions would wait in the controller's queue."""
+    return _JOURNAL_REPORTS_PER_S if settings.scoring.process is None else math.inf
 
 
 def quieten() -> None:

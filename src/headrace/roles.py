@@ -7,6 +7,7 @@ inside the functions that need them.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,13 +62,16 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
         record_routes=settings.algo.routing == "keep" and "segments" in told and not scores,
         progress=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True),
     )
+    threaded = told.get("threaded", False)
     return EngineDriver(
         core,
         name=name,
         receiver=TransportReceiver({linked_weights.TRANSPORT: CheckpointReader(build.dtype(settings))}),
         ledger=ledger,
         progress_tokens=build.progress_tokens(settings),
-        threaded=told.get("threaded", False),
+        # In one process nothing is queued, and what is told must not depend on the clock.
+        reports_per_s=build.reports_per_s(settings) if threaded else math.inf,
+        threaded=threaded,
     )
 
 

@@ -17,6 +17,8 @@ deadline of its own: whoever awaits puts one on the wait.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -41,6 +43,26 @@ from headrace.types import (
 ProgressCallback = Callable[[Completion], None]
 
 
+class Pace:
+    """So many in a second, evenly."""
+
+    def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s, self._clock = per_s, clock
+        self._then, self._left = clock(), 0.0
+
+    def allowed(self) -> int | None:
+        """How many may follow now; None: any number. What is not used within a second is lost."""
+        if math.isinf(self._per_s):
+            return None
+        now = self._clock()
+        self._left = min(self._left + (now - self._then) * self._per_s, self._per_s)
+        self._then = now
+        return int(self._left)
+
+    def spend(self, count: int) -> None:
+        self._left -= count
+
+
 class EngineDriver:
     """Serves one ``TorchEngine`` to the event loop it was first used on."""
 
@@ -52,16 +74,19 @@ class EngineDriver:
         ledger: TimeLedger,
         name: str = "engine-0",
         progress_tokens: int = 32,
+        reports_per_s: float = math.inf,
         threaded: bool = False,
     ) -> None:
         """``ledger`` is the one the core was given. A request with a callback is reported every
-        ``progress_tokens`` sampled tokens. ``threaded`` reads updates beside the passes; without it an update
-        lands at once, after the same pass in every run."""
+        ``progress_tokens`` sampled tokens, and all together no more than ``reports_per_s`` times: whoever hears
+        them must be able to keep up, or completions wait behind them. ``threaded`` reads updates beside the
+        passes; without it an update lands at once, after the same pass in every run."""
         self.name = name
         self._core = core
         self._receiver = receiver
         self._ledger = ledger
         self._progress_tokens = progress_tokens
+        self._pace = Pace(reports_per_s)
         self._threaded = threaded
         self._futures: dict[str, asyncio.Future[Completion]] = {}
         self._callbacks: dict[str, ProgressCallback] = {}
@@ -230,7 +255,9 @@ class EngineDriver:
 
     def _report(self) -> None:
         if self._callbacks:
-            for request_id, snapshot in self._core.progress(self._progress_tokens):
+            reports = self._core.progress(self._progress_tokens, most=self._pace.allowed())
+            self._pace.spend(len(reports))
+            for request_id, snapshot in reports:
                 callback = self._callbacks.get(request_id)
                 if callback is not None:
                     callback(snapshot)

@@ -174,16 +174,19 @@ class TorchEngine:
         self._scheduler.counters.prefill_tokens += num_prefill
         return done
 
-    def progress(self, min_new_tokens: int = 1) -> list[tuple[str, Completion]]:
-        """Snapshots of running requests that sampled at least so many tokens since their last one. No more are
-        taken at a time than keep up with the tokens: requests that began together would otherwise be due
-        together, and the next pass would wait for all of them to be copied and sent."""
+    def progress(self, min_new_tokens: int = 1, *, most: int | None = None) -> list[tuple[str, Completion]]:
+        """Snapshots of running requests that sampled at least so many tokens since their last one, those with the
+        most new tokens first. No more are taken at a time than keep up with the tokens, or than ``most``: requests
+        that began together would otherwise be due together, and the next pass would wait for all of them to be
+        copied and sent."""
+        if most == 0:
+            return []
         table, running = self._table, self._scheduler.running
         slots = np.fromiter((sequence.slot for sequence in running), dtype=np.int64, count=len(running))
         new = table.booked[slots] - table.reported[slots]
         due = np.flatnonzero(new >= min_new_tokens)
-        most = -(-len(running) // min_new_tokens)
-        chosen = due[np.argsort(-new[due], kind="stable")[:most]]
+        enough = -(-len(running) // min_new_tokens)
+        chosen = due[np.argsort(-new[due], kind="stable")[: enough if most is None else min(most, enough)]]
         table.reported[slots[chosen]] = table.booked[slots[chosen]]
         return [(running[i].request.id, table.completion(running[i])) for i in chosen.tolist()]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 
 import numpy as np
 import pytest
 
-from headrace.engines.driver import EngineDriver
+from headrace.engines.driver import EngineDriver, Pace
 from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
 from headrace.errors import RoleError, TaskError, WeightSyncError
@@ -87,6 +88,42 @@ def test_many_requests_finish_and_report_progress(driver, make_request):
         await driver.close()
 
     run(main())
+
+
+def test_reports_keep_the_pace_and_completions_do_not_wait_for_it(driver, make_request):
+    now = [0.0]
+    driver._pace = Pace(10.0, clock=lambda: now[0])
+    seen = []
+
+    async def main():
+        requests = [make_request(str(i), max_tokens=80) for i in range(4)]
+        tasks = [asyncio.ensure_future(driver.generate(r, seen.append)) for r in requests]
+        while not driver._core.num_started:
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        told = len(seen)
+        now[0] += 0.3
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (told, len(seen)) == (0, 3)
+        return await asyncio.gather(*tasks)
+
+    assert [completion.num_tokens for completion in run(main())] == [80] * 4
+    assert len(seen) == 3
+
+
+def test_what_a_pace_allows_is_lost_after_a_second():
+    now = [0.0]
+    pace = Pace(100.0, clock=lambda: now[0])
+    assert pace.allowed() == 0
+    now[0] = 0.25
+    assert pace.allowed() == 25
+    pace.spend(20)
+    assert pace.allowed() == 5
+    now[0] = 50.0
+    assert pace.allowed() == 100
+    assert Pace(math.inf).allowed() is None
 
 
 def test_a_bad_request_fails_alone(driver, make_request):
