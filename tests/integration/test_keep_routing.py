@@ -93,8 +93,8 @@ def test_every_token_is_trained_with_the_experts_that_sampled_it(
 def test_recorded_logprobs_are_computed_again_as_a_training_step_does(settings: dict[str, Any]) -> None:
     """In bfloat16 routers near a tie choose differently, so only the recorded experts give the recorded values."""
     make_tiny_model(
-        Path("model"), family="qwen3_moe", vocab_size=11, context_tokens=64, init_std=0.3, num_experts=16,
-        experts_per_token=4,
+        Path("model"), family="qwen3_moe", vocab_size=11, context_tokens=64, init_std=0.3, num_experts=32,
+        experts_per_token=8,
     )  # fmt: skip
     more = {"model.dtype": "bfloat16", "rollout.max_lag": 0, "run.keep_checkpoints": 10, "run.steps": 2}
     result = train({**settings, **more, "rollout.group_size": 16})
