@@ -121,7 +121,7 @@ def test_mixed_batches_are_those_of_merged_weights(tmp_path, family, kind, dtype
             for r, scored in zip(own, scorer.score(ids), strict=True)
         ]
         together = np.sort(np.concatenate(errors))
-        # Where two experts score alike to bfloat16, rounding decides which is used: for 3.5 to 5% of the tokens of
+        # Where two experts score alike to bfloat16, rounding decides which is used: for 3 to 5% of the tokens of
         # such small mixtures (docs/routing.md).
         bulk = together[: int(0.95 * len(together))] if mixture else together
         assert bulk.max() < largest and bulk.mean() < mean, (policy, together.max(), bulk.mean())

@@ -8,9 +8,7 @@ prefill batches, and log-probabilities of the sampled token alone.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from headrace.bench import peers
 from headrace.errors import ConfigError
 
 SETTINGS: dict[str, Any] = {
@@ -33,18 +32,19 @@ SETTINGS: dict[str, Any] = {
 _DEADLINE_S = 900
 
 
+def check_installed() -> None:
+    peers.need("vllm", ["vllm"], "the extra vllm")
+
+
 def run(shape: str, *, repeats: int, seed: int = 0) -> dict[str, Any]:
     """Figures of vLLM on the rollout workload; raises ConfigError where it is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("--against vllm: vLLM is not installed; install the extra vllm")
+    check_installed()
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "figures.json"
         command = [sys.executable, "-m", __name__, shape, str(out), str(repeats), str(seed)]
-        # Where FlashInfer is missing its sampler must be off; where it is there, vLLM decides.
-        env = dict(os.environ)
-        if importlib.util.find_spec("flashinfer") is None:
-            env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_DEADLINE_S)
+        done = subprocess.run(
+            command, env=peers.environment(), capture_output=True, text=True, timeout=_DEADLINE_S
+        )
         if done.returncode:
             raise ConfigError(f"--against vllm: the run failed:\n{done.stderr[-2000:]}")
         figures: dict[str, Any] = json.loads(out.read_text())

@@ -12,9 +12,7 @@ Shape legend: S samples, P prompt tokens, L sampled tokens, T = P + L.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.bench import peers
 from headrace.errors import ConfigError
 
 VLLM_SETTINGS: dict[str, Any] = {
@@ -53,17 +52,14 @@ class Peer:
     """Versions and settings."""
 
 
+def check_installed() -> None:
+    peers.need("vllm", ["vllm", "trl"], "the extras bench and vllm")
+
+
 def run(checkpoint: Path, prompts_SP: np.ndarray, num_tokens: int) -> Peer:
     """Raises ConfigError where vLLM or TRL is missing or the run fails."""
-    for package in ("vllm", "trl"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"--against vllm: {package} is not installed; install the extras bench and vllm"
-            )
-    env = dict(os.environ)
-    # Where FlashInfer is missing its sampler must be off; where it is there, vLLM decides.
-    if importlib.util.find_spec("flashinfer") is None:
-        env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    check_installed()
+    env = peers.environment()
     with tempfile.TemporaryDirectory(prefix="headrace-mismatch-") as directory:
         given, found = Path(directory) / "prompts.npz", Path(directory) / "found.npz"
         np.savez(given, prompts=prompts_SP, num_tokens=num_tokens)

@@ -121,6 +121,8 @@ def compare(
     """``run``, and the same with a peer where one is named."""
     if against not in (None, "vllm"):
         raise ConfigError(f"--against {against}: only vllm can be run beside the engine")
+    if against == "vllm":
+        against_vllm.check_installed()
     figures: dict[str, Any] = {
         "headrace": run(shape, workload=Workload(seed=seed), repeats=repeats, progress=progress)
     }

@@ -8,9 +8,7 @@ checkpointing and without, where that fits, and its better time counts.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from headrace.bench import peers
 from headrace.bench.gpu_memory import MemoryWatch
 from headrace.bench.step import StepWorkload
 from headrace.errors import ConfigError
@@ -29,13 +28,15 @@ _SETTLING_STEPS = 2
 _DEADLINE_S = 1200
 
 
+def check_installed() -> None:
+    peers.need("trl", ["trl", "vllm"], "the extras bench and vllm")
+
+
 def run(
     model: Path, workload: StepWorkload, *, steps: int, microbatch: int = 32, checkpointing: bool = True
 ) -> dict[str, Any]:
     """Figures of one set-up; raises ConfigError where TRL or vLLM is missing or the run fails."""
-    for package in ("trl", "vllm"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"--against trl: {package} is not installed; install the extras bench and vllm")
+    check_installed()
     told = {
         "model": str(model),
         "workload": asdict(workload),
@@ -43,13 +44,12 @@ def run(
         "microbatch": microbatch,
         "checkpointing": checkpointing,
     }
-    env = dict(os.environ)
-    if importlib.util.find_spec("flashinfer") is None:
-        env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     with tempfile.TemporaryDirectory() as directory, MemoryWatch() as memory:
         out = Path(directory) / "figures.json"
         command = [sys.executable, "-m", __name__, json.dumps(told), str(out)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_DEADLINE_S)
+        done = subprocess.run(
+            command, env=peers.environment(), capture_output=True, text=True, timeout=_DEADLINE_S
+        )
         if done.returncode:
             raise ConfigError(f"--against trl: the run failed:\n{done.stderr[-3000:]}")
         figures: dict[str, Any] = json.loads(out.read_text())
