@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace.algos.advantages import ADVANTAGES, against_frozen, is_zero_variance, overlong_penalty
 from headrace.algos.process import trajectory_advantages
-from headrace.data.kept_limits import mask_fault
+from headrace.data.kept_limits import record_fault
 from headrace.data.returns import weighted_return
 from headrace.data.samples import build_samples
 from headrace.data.steps import trajectory_steps
@@ -249,7 +249,7 @@ class GroupRunner:
         """Score these attempts and put them into the buffer; false: they cannot be told apart, and the others may yet
         make a difference."""
         episodes = tuple([live.episodes[a] for a in attempts])
-        fault = mask_fault(episodes, vocab_size=self._plan.vocab_size)
+        fault = record_fault(episodes, vocab_size=self._plan.vocab_size)
         if fault is not None:
             raise _Unusable(*fault)
         if live.is_branch and len(versions := start_versions(episodes)) > 1:
