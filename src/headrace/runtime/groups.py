@@ -36,7 +36,7 @@ from headrace.runtime.process_rewards import ProcessRewards
 from headrace.runtime.rollout import Interrupted, RolloutClient, run_attempt
 from headrace.runtime.router import Router
 from headrace.runtime.scoring_stage import Missing, ScoringStage
-from headrace.runtime.state import LiveGroup
+from headrace.runtime.state import TEACHER, LiveGroup
 from headrace.types import DropReason, Episode, EpisodeGroup
 
 FATAL = (InvariantError, RoleError, CheckpointError, WeightSyncError)
@@ -259,7 +259,7 @@ class GroupRunner:
         if not live.quorum and self._tells_nothing(live, returns):
             if len(attempts) < live.num_attempts:
                 return False
-            if self._plan.drop_zero_variance:
+            if self._plan.drop_zero_variance and not _is_taught(live):
                 self._on_returns(live, episodes, returns)
                 raise _Unusable("zero-variance", "")
         part = live.unscored
@@ -339,6 +339,11 @@ class GroupRunner:
         self._forget_scores(live.group)
         for part in [part for part in live.parts if part not in self._released]:
             self.drop(part, reason, detail)
+
+
+def _is_taught(live: LiveGroup) -> bool:
+    """What a teacher says of tokens is worth a step whatever their attempts earned."""
+    return any(column.teacher is not None for column in live.columns.get(TEACHER, {}).values())
 
 
 def ready_part(plan: RunPlan, live: LiveGroup, part: int) -> ReadyGroup:
