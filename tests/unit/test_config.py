@@ -384,6 +384,7 @@ def test_syntax_error_names_the_line(tmp_path):
             ["algo.options.guard.route_flips=0.1", "algo.routing=live"],
             ["guard.route_flips", "algo.routing = keep"],
         ),
+        (["scoring.process=m:f", "algo.advantage=lite-ppo"], ["lite-ppo", "scoring.process"]),
         (["algo.options.truncated.penalty=0.5"], ["truncated.penalty", '"truncated.mode" = "penalise"']),
         (["algo.guard=off", "algo.options.guard.mismatch=0.5"], ["guard.mismatch", "guard is not in use"]),
         (

@@ -242,6 +242,12 @@ def _scoring(s: Settings) -> Iterator[str]:
             f"{idle} would do nothing, since nobody judges steps: set scoring.process to a model or module:function, "
             "or leave it out."
         )
+    if scoring.process is not None and s.algo.advantage == "lite-ppo":
+        yield (
+            "algo.advantage is lite-ppo, which divides by the deviation of the batch's rewards, also what "
+            "scoring.process adds: where all rewards are equal that would be 10,000 times as large; set another "
+            "algo.advantage."
+        )
 
 
 def _distill(s: Settings) -> Iterator[str]:
