@@ -171,6 +171,14 @@ def _rewards(given: Any, settings: Settings, *, needed: bool = True) -> list[bui
         raise ConfigError(
             "rollout.drop_zero_variance would drop every group, since there is no reward: set it to false"
         )
+    if not rewards and settings.rollout.quorum < 1:
+        raise ConfigError(
+            "rollout.quorum would release no group early: attempts without a reward all earn the same; set it to 1"
+        )
+    if not rewards and settings.pivots.branches:
+        raise ConfigError(
+            "pivots.branches would branch off every attempt, since without a reward none succeeds: set it to 0"
+        )
     weights = settings.reward.weights
     if weights is not None and len(weights) != len(rewards):
         raise ConfigError(f"reward.weights has {len(weights)} entries for {len(rewards)} reward functions")

@@ -128,8 +128,10 @@ def _process_plan(settings: Settings, renderer: Renderer | None) -> ProcessPlan 
 
 
 def _vocab_size(settings: Settings) -> int | None:
-    """As the model's configuration has it, where that lies here."""
-    file = Path(settings.model.path or "") / "config.json"
+    """As the model's configuration has it; None: nobody says."""
+    if settings.model.path is None:
+        return None
+    file = model_directory(settings) / "config.json"
     if not file.is_file():
         return None
     config = json.loads(file.read_text(encoding="utf-8"))

@@ -195,7 +195,11 @@ def test_nothing_to_learn_from_is_refused(settings):
     bare = {k: v for k, v in settings.items() if not k.startswith("distill.")}
     with pytest.raises(ConfigError, match=r"reward\.functions is not set"):
         headrace.train(tasks=demo.tasks(8), reward=[], settings=bare)
-    with pytest.raises(ConfigError, match=r"drop_zero_variance would drop every group"):
-        headrace.train(
-            tasks=demo.tasks(8), reward=[], settings={**settings, "rollout.drop_zero_variance": True}
-        )
+    idle = {
+        "rollout.drop_zero_variance would drop every group": {"rollout.drop_zero_variance": True},
+        "rollout.quorum would release no group": {"rollout.quorum": 0.75, "rollout.max_lag": 2},
+        "pivots.branches would branch off every attempt": {"pivots.branches": 2},
+    }
+    for says, also in idle.items():
+        with pytest.raises(ConfigError, match=says):
+            headrace.train(tasks=demo.tasks(8), reward=[], settings={**settings, **also})

@@ -380,6 +380,11 @@ def test_syntax_error_names_the_line(tmp_path):
         (["algo.options.ppo.dual_clip=1.2"], ["ppo.dual_clip", "above 1 + clip_high (1.28)"]),
         (["algo.corrections=icepop", "algo.options.icepop.low=9.0"], ["icepop.low", "icepop.high"]),
         (["algo.options.truncated.mode=drop"], ["truncated.mode", "one of keep, mask, penalise"]),
+        (
+            ["algo.options.guard.route_flips=0.1", "algo.routing=live"],
+            ["guard.route_flips", "algo.routing = keep"],
+        ),
+        (["scoring.process=m:f", "algo.advantage=lite-ppo"], ["lite-ppo", "scoring.process"]),
         (["algo.options.truncated.penalty=0.5"], ["truncated.penalty", '"truncated.mode" = "penalise"']),
         (["algo.guard=off", "algo.options.guard.mismatch=0.5"], ["guard.mismatch", "guard is not in use"]),
         (

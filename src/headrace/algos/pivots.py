@@ -7,7 +7,8 @@ inside the attempt, drawn with probability proportional to
 
 over the ends of its segments. P is a logistic regression on the relative depth alone, fitted anew from a window of
 outcomes ("did any branch of that depth succeed?") and 1 everywhere until there are enough of both kinds. The first
-factor shuns points from which nobody recovers, the second those that throw most of the attempt away.
+factor shuns points from which nobody recovers, the second those that throw most of the attempt away. Where a judge has
+scored the steps of the attempt, no point behind the beginning of its worst step is drawn: that is where it went wrong.
 """
 
 from __future__ import annotations
@@ -74,6 +75,12 @@ def segment_ends(token_ids: np.ndarray, rule: PivotRule) -> np.ndarray:
     return np.unique(ends[(ends > 0) & (ends < length)])
 
 
+def before_the_worst(step_ends: np.ndarray, step_scores: np.ndarray) -> int:
+    """Tokens before the step with the lowest score, the first of equals."""
+    worst = int(np.argmin(step_scores))
+    return int(step_ends[worst - 1]) if worst else 0
+
+
 @dataclass(frozen=True, slots=True)
 class SuccessModel:
     """P(success | depth) as logit = intercept + slope * depth."""
@@ -111,12 +118,20 @@ def pivot_probabilities(
 
 
 def draw_pivot(
-    token_ids: np.ndarray, rule: PivotRule, model: SuccessModel, draw: np.random.Generator
+    token_ids: np.ndarray,
+    rule: PivotRule,
+    model: SuccessModel,
+    draw: np.random.Generator,
+    *,
+    at_most: int | None = None,
 ) -> int | None:
-    """Tokens before the pivot; None: the attempt is one segment and has none."""
+    """Tokens before the pivot; None: the attempt is one segment and has none. ``at_most`` bounds them, unless no
+    segment ends so soon."""
     ends = segment_ends(token_ids, rule)
     if not len(ends):
         return None
+    if at_most is not None and ends[0] <= at_most:
+        ends = ends[ends <= at_most]
     chances = pivot_probabilities(ends, len(token_ids), model=model, gamma=rule.gamma)
     chosen = int(np.searchsorted(np.cumsum(chances), draw.random()))
     return int(ends[min(chosen, len(ends) - 1)])

@@ -13,6 +13,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from headrace.algos.composition import Composition, compose
+from headrace.algos.parameters import flat
 from headrace.config.parameters import pivot_parameters, used_beside_the_loss
 from headrace.errors import ConfigError
 from headrace.types import BLOCK_TOKENS, MAX_KEPT_TOKENS
@@ -162,6 +163,11 @@ def _composition(s: Settings) -> Iterator[str]:
             "with the one at the start of the step, and with trainer.minibatches = 1 these are the same; set "
             "trainer.minibatches to 2 or more, or leave it out."
         )
+    if algo.routing == "live" and "guard.route_flips" in flat(algo.options):
+        yield (
+            'algo.options has "guard.route_flips", but with algo.routing = live no experts are recorded: '
+            "set algo.routing = keep, or leave it out."
+        )
     values = composition.values
     num_overlong = int(values["overlong.tokens"])  # type: ignore[arg-type]
     if num_overlong >= s.rollout.max_tokens:
@@ -235,6 +241,12 @@ def _scoring(s: Settings) -> Iterator[str]:
         yield (
             f"{idle} would do nothing, since nobody judges steps: set scoring.process to a model or module:function, "
             "or leave it out."
+        )
+    if scoring.process is not None and s.algo.advantage == "lite-ppo":
+        yield (
+            "algo.advantage is lite-ppo, which divides by the deviation of the batch's rewards, also what "
+            "scoring.process adds: where all rewards are equal that would be 10,000 times as large; set another "
+            "algo.advantage."
         )
 
 

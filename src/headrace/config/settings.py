@@ -159,7 +159,7 @@ class RolloutSettings(Section):
     staleness: Literal["pace", "drop"] = "pace"
     """At the bound, `pace` makes the trainer wait for the late group; `drop` cancels and replaces it."""
     drop_zero_variance: bool = False
-    """Replace groups whose attempts all got the same reward: they carry no gradient."""
+    """Replace groups whose attempts all got the same reward, unless a judge of steps or a teacher tells more."""
     attempt_s: float = Field(600.0, gt=0)
     """Seconds one attempt may take, its interruptions included, before it is dropped as failed."""
 

@@ -1,7 +1,7 @@
-"""What training asks of recorded kept sets, before a group is scored.
+"""What training asks of recorded tokens and kept sets, before a group is scored.
 
-In: the finished episodes of a group. Out: the reason to drop the group and its details, or None. A group whose
-distribution was not cut costs nothing here.
+In: the finished episodes of a group. Out: the reason to drop the group and its details, or None. What an engine hands
+over that the trainer could not use, or would use wrongly, costs its group here and not the run there.
 """
 
 from __future__ import annotations
@@ -9,28 +9,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.data import masks
-from headrace.types import MAX_KEPT_TOKENS, DropReason, Episode, SamplingMask, Turn
+from headrace.types import MAX_KEPT_TOKENS, DropReason, Episode, Turn
 
 
-def mask_fault(
+def record_fault(
     episodes: Sequence[Episode], *, vocab_size: int | None = None
 ) -> tuple[DropReason, str] | None:
-    """``failed``: a mask that does not belong to its tokens or to the model; ``wide-mask``: one with too many ids for
-    a token. What is not trained on may have any."""
+    """``failed``: tokens that the model does not have, a mask that is missing or does not belong to its tokens or to
+    the model; ``wide-mask``: one with too many ids for a token. What is not trained on may have any."""
     for episode in episodes:
         turns = [
             turn for trajectory in episode.trajectories if trajectory.trainable for turn in trajectory.turns
         ]
         for number, turn in enumerate(turns):
-            mask = turn.completion.sampling_mask
-            wrong = None if mask is None else _fault(turn, mask, vocab_size)
+            wrong = _token_fault(turn, vocab_size) or _mask_fault(turn, vocab_size)
             if wrong is not None:
                 reason, text = wrong
                 return reason, f"attempt {episode.group}/{episode.attempt}, turn {number}: {text}"
     return None
 
 
-def _fault(turn: Turn, mask: SamplingMask, vocab_size: int | None) -> tuple[DropReason, str] | None:
+def _token_fault(turn: Turn, vocab_size: int | None) -> tuple[DropReason, str] | None:
+    ids = turn.completion.token_ids
+    if vocab_size is None or not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
+        return None
+    return "failed", (
+        f"{turn.engine} sampled the ids {ids.min()} to {ids.max()}, some outside the vocabulary of {vocab_size}; give "
+        "engine and trainer the same model"
+    )
+
+
+def _mask_fault(turn: Turn, vocab_size: int | None) -> tuple[DropReason, str] | None:
+    mask = turn.completion.sampling_mask
+    if mask is None:
+        if not turn.sampling.truncates or not turn.completion.num_tokens:
+            return None
+        return "failed", (
+            f"{turn.engine} recorded no sampling mask, though top_k, top_p or min_p cut its distribution; without it "
+            "every ratio is wrong"
+        )
     wrong = masks.fault(mask, turn.completion.token_ids, vocab_size=vocab_size)
     if wrong is not None:
         return "failed", f"the sampling mask from {turn.engine} is not that of its tokens: {wrong}"

@@ -41,6 +41,8 @@ class Limits:
     """Tokens a sequence may have; a completion that reaches them ends early."""
     num_experts: int | None = None
     experts_per_token: int | None = None
+    routed_layers: int | None = None
+    """Layers whose experts are recorded."""
     may_give_up: bool = False
     """Attempts that look hopeless are ended on the way (``scoring.abort_below``), and stay as they are."""
 
@@ -184,13 +186,15 @@ def _routes(turn: Turn, routing: Routing, limits: Limits) -> Iterator[str]:
     if recorded.dtype != bool or recorded.shape not in ((num_tokens,), (num_prompt + num_tokens,)):
         yield f"recorded is {recorded.dtype} of shape {recorded.shape}, for {num_prompt} + {num_tokens} tokens"
         return
-    num_rows, _, per_token = experts_NMK.shape
+    num_rows, num_layers, per_token = experts_NMK.shape
     if int(recorded.sum()) != num_rows:
         yield f"{int(recorded.sum())} tokens are marked as recorded, but there are {num_rows} rows"
     if len(recorded) and recorded[-1]:
         yield "the last sampled token has a row, though it never went through the model"
     if limits.experts_per_token is not None and per_token != limits.experts_per_token:
         yield f"{per_token} experts a token, the model has {limits.experts_per_token}"
+    if limits.routed_layers is not None and num_layers != limits.routed_layers:
+        yield f"experts of {num_layers} layers, the model has {limits.routed_layers} that route"
     if limits.num_experts is not None and experts_NMK.size and experts_NMK.max() >= limits.num_experts:
         yield f"expert {experts_NMK.max()} is named, the model has {limits.num_experts}"
     doubled = (np.diff(np.sort(experts_NMK, axis=-1), axis=-1) == 0).any(axis=(1, 2))

@@ -57,6 +57,8 @@ class Summary:
     num_given_up: int = 0
     length_bias: float | None = None
     """Mean length of trained attempts over that of all that ended; None: none was trained."""
+    branches: Mapping[str, int] = field(default_factory=dict)
+    """What the engines counted of branches, by counter; empty: there were none."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON types only, with the totals written out."""
@@ -100,6 +102,7 @@ class Summary:
             ("idle", f"{idle} (of the time since loading)" if idle else "no role has reported"),
             *self._scoring(),
             *self._lengths(),
+            *self._branches(),
             ("verdict", self.verdict.text),
         ]
         return [*lines, ("run", self.run_dir)] if self.run_dir else lines
@@ -124,6 +127,16 @@ class Summary:
         return [
             ("lengths", f"a trained attempt has {self.length_bias:.3f} times the tokens of all that ended")
         ]
+
+    def _branches(self) -> list[tuple[str, str]]:
+        """Whether branches found what they left; nothing where there were none."""
+        if not self.branches:
+            return []
+        n = self.branches
+        parts = [f"{n['forks']} from live blocks, {n['forked_tokens']:,} tokens not prefilled"]
+        parts += [f"{n['forks_stale']} prefilled, weights had changed"] if n["forks_stale"] else []
+        parts += [f"{n['forks_freed']} prefilled, blocks were freed"] if n["forks_freed"] else []
+        return [("branches", "; ".join(parts))]
 
     def tables(self) -> list[LedgerTable]:
         return [table for table in (_attempt_table(self), _time_table(self)) if len(table.rows) > 1]
@@ -164,7 +177,15 @@ def summarise(progress: Progress) -> Summary:
         asked_again=dict(progress.asked_again),
         num_given_up=progress.num_given_up,
         length_bias=progress.length_bias,
+        branches=_branches(progress),
     )
+
+
+def _branches(progress: Progress) -> dict[str, int]:
+    """Of all engines, since they were started."""
+    names = ("forks", "forked_tokens", "forks_stale", "forks_freed")
+    counts = {name: int(sum(role.counters.get(name, 0) for role in progress.roles)) for name in names}
+    return counts if any(counts.values()) else {}
 
 
 def _ordered(by_state: Mapping[str, int]) -> dict[str, int]:

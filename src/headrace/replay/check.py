@@ -18,6 +18,7 @@ import numpy as np
 
 from headrace.config import Settings
 from headrace.data.record_checks import ABOVE_ZERO, Check, Fault, Limits, turn_faults
+from headrace.data.routing import router_shape
 from headrace.data.samples import sequences
 from headrace.data.score_checks import step_faults, teacher_faults
 from headrace.data.steps import PROCESS
@@ -63,7 +64,9 @@ def run_limits(run_dir: Path, settings: Settings, recording: Recording) -> Limit
     checkpoint = latest_checkpoint(run_dir)
     places = [checkpoint, Path(settings.model.path or "")]
     files = [place / "config.json" for place in places if place is not None]
-    config: dict[str, Any] = next((json.loads(file.read_text()) for file in files if file.is_file()), {})
+    found = next((file for file in files if file.is_file()), None)
+    config: dict[str, Any] = {} if found is None else json.loads(found.read_text())
+    routers = None if found is None else router_shape(found)
     config |= config.get("text_config", {})
 
     def first(*names: str) -> int | None:
@@ -76,6 +79,7 @@ def run_limits(run_dir: Path, settings: Settings, recording: Recording) -> Limit
         context_tokens=first("max_position_embeddings") if settings.engine.kv_tokens is None else None,
         num_experts=first("num_experts", "num_local_experts", "n_routed_experts"),
         experts_per_token=first("num_experts_per_tok"),
+        routed_layers=None if routers is None else routers.num_layers,
         may_give_up=settings.scoring.abort_below is not None,
     )
 

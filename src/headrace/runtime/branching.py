@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from headrace.algos.pivots import PivotRule
+from headrace.data.steps import PROCESS, is_whole
 from headrace.runtime.journal import Record
 from headrace.runtime.pivots import any_success, find_pivots, request_id
 from headrace.runtime.plan import RunPlan
@@ -60,14 +63,18 @@ class Branching:
             self._record({"kind": "explored", "depth": depth, "success": any_success(returns, rule)})
             self.ended(live.group)
             return
-        self._find(episodes, returns, rule)
+        self._find(live, episodes, returns, rule)
         self.begin()
 
-    def _find(self, episodes: Sequence[Episode], returns: Sequence[float], rule: PivotRule) -> None:
+    def _find(
+        self, live: LiveGroup, episodes: Sequence[Episode], returns: Sequence[float], rule: PivotRule
+    ) -> None:
         """Remember pivots of failed attempts; what nobody will branch off need not be held."""
         memory, tasks = self._state.pivots, []
         if self._wanted():
-            tasks = find_pivots(episodes, returns, rule, memory.model(), seed=self._plan.seed)
+            tasks = find_pivots(
+                episodes, returns, rule, memory.model(), seed=self._plan.seed, steps=judged_steps(live)
+            )
         known = [task.pivot for task in (*memory.waiting, *tasks) if task.pivot is not None]
         if tasks:
             self._record({"kind": "pivots", "tasks": tasks, "room": self._plan.branch_capacity})
@@ -117,3 +124,18 @@ class Branching:
                     by_engine.setdefault(turn.engine, []).append(name)
         for engine, names in by_engine.items():
             self._release(engine, names)
+
+
+def judged_steps(live: LiveGroup) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """By attempt, (ends, scores) of the steps of those that the process judge has read to the end."""
+    found = {}
+    for attempt, column in live.columns.get(PROCESS, {}).items():
+        ends, scores = column.step_ends, column.step_scores
+        if (
+            ends is not None
+            and scores is not None
+            and len(ends)
+            and is_whole(column, live.num_sampled(attempt))
+        ):
+            found[attempt] = (ends, scores)
+    return found

@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace.algos.advantages import ADVANTAGES, against_frozen, is_zero_variance, overlong_penalty
 from headrace.algos.process import trajectory_advantages
-from headrace.data.kept_limits import mask_fault
+from headrace.data.kept_limits import record_fault
 from headrace.data.returns import weighted_return
 from headrace.data.samples import build_samples
 from headrace.data.steps import trajectory_steps
@@ -36,7 +36,7 @@ from headrace.runtime.process_rewards import ProcessRewards
 from headrace.runtime.rollout import Interrupted, RolloutClient, run_attempt
 from headrace.runtime.router import Router
 from headrace.runtime.scoring_stage import Missing, ScoringStage
-from headrace.runtime.state import LiveGroup
+from headrace.runtime.state import TEACHER, LiveGroup
 from headrace.types import DropReason, Episode, EpisodeGroup
 
 FATAL = (InvariantError, RoleError, CheckpointError, WeightSyncError)
@@ -249,7 +249,7 @@ class GroupRunner:
         """Score these attempts and put them into the buffer; false: they cannot be told apart, and the others may yet
         make a difference."""
         episodes = tuple([live.episodes[a] for a in attempts])
-        fault = mask_fault(episodes, vocab_size=self._plan.vocab_size)
+        fault = record_fault(episodes, vocab_size=self._plan.vocab_size)
         if fault is not None:
             raise _Unusable(*fault)
         if live.is_branch and len(versions := start_versions(episodes)) > 1:
@@ -259,7 +259,7 @@ class GroupRunner:
         if not live.quorum and self._tells_nothing(live, returns):
             if len(attempts) < live.num_attempts:
                 return False
-            if self._plan.drop_zero_variance:
+            if self._plan.drop_zero_variance and not _is_taught(live):
                 self._on_returns(live, episodes, returns)
                 raise _Unusable("zero-variance", "")
         part = live.unscored
@@ -339,6 +339,11 @@ class GroupRunner:
         self._forget_scores(live.group)
         for part in [part for part in live.parts if part not in self._released]:
             self.drop(part, reason, detail)
+
+
+def _is_taught(live: LiveGroup) -> bool:
+    """What a teacher says of tokens is worth a step whatever their attempts earned."""
+    return any(column.teacher is not None for column in live.columns.get(TEACHER, {}).values())
 
 
 def ready_part(plan: RunPlan, live: LiveGroup, part: int) -> ReadyGroup:

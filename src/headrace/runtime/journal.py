@@ -35,6 +35,8 @@ class Journal:
         self._num_bytes = 0
         self._unwritten = wire.FrameBuilder()
         self._failure: CheckpointError | None = None
+        self.cut_off = ""
+        """What the last writer left unfinished and was removed, in words; empty: nothing."""
         self.rotate(step)
 
     def write(self, record: Record) -> bool:
@@ -68,9 +70,14 @@ class Journal:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._num_bytes = sum(size for _, size in _scan(path, last=True)) if path.exists() else 0
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            num_torn = os.fstat(self._fd).st_size - self._num_bytes
             os.ftruncate(self._fd, self._num_bytes)
         except OSError as e:
             raise self._unwritable(e) from e
+        if num_torn:
+            self.cut_off = (
+                f"{path} ended in a record that was cut off after {num_torn} bytes; they were removed"
+            )
         return self._num_bytes
 
     def prune(self, before_step: int) -> None:

@@ -175,6 +175,8 @@ class Pipeline:
             await self._save()
             return
         self._sink.emit("phase", {"text": f"restoring {self._recovery.checkpoint.name}"})
+        if self._journal.cut_off:
+            self._sink.emit("warning", {"text": f"{self._journal.cut_off}, and what it told is done again"})
         version = await self._within("the trainer to load", self._trainer.load(self._recovery.checkpoint))
         if version != self.state.version:
             raise CheckpointError(

@@ -1,9 +1,9 @@
 """From a scored group to tasks for branch groups, and what their outcomes teach. Pure.
 
-In: the attempts of an ordinary group with their returns. Out: for some failed attempts a ``Task`` that begins at a
-pivot inside them. A branch group is then a group like any other: it is journalled, buffered, bounded in age and
-trained as one, its attempts are compared with each other alone, and what lies before the pivot is part of its prompt,
-so it is not trained on again.
+In: the attempts of an ordinary group with their returns, and what a judge thought of their steps. Out: for some failed
+attempts a ``Task`` that begins at a pivot inside them. A branch group is then a group like any other: it is journalled,
+buffered, bounded in age and trained as one, its attempts are compared with each other alone, and what lies before the
+pivot is part of its prompt, so it is not trained on again.
 
 ``PivotMemory`` is the part of the controller's state that belongs to this; like all of it, a fold over the journal.
 """
@@ -11,13 +11,13 @@ so it is not trained on again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from headrace.algos.pivots import WINDOW, PivotRule, SuccessModel, draw_pivot, fit_success
+from headrace.algos.pivots import WINDOW, PivotRule, SuccessModel, before_the_worst, draw_pivot, fit_success
 from headrace.types import Episode, ForkPoint, Pivot, Task, Turn
 
 
@@ -67,10 +67,17 @@ class PivotMemory:
 
 
 def find_pivots(
-    episodes: Sequence[Episode], returns: Sequence[float], rule: PivotRule, model: SuccessModel, *, seed: int
+    episodes: Sequence[Episode],
+    returns: Sequence[float],
+    rule: PivotRule,
+    model: SuccessModel,
+    *,
+    seed: int,
+    steps: Mapping[int, tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> list[Task]:
     """Tasks for some of the attempts that failed, at most ``per_group``. Attempts of several turns or
-    trajectories have no pivots: what an environment did in between could not be repeated."""
+    trajectories have no pivots: what an environment did in between could not be repeated. ``steps``: by attempt, where
+    its steps end and their scores, of those that were judged to the end."""
     tasks: list[Task] = []
     failed = [e for e, value in zip(episodes, returns, strict=True) if value < rule.success]
     if not failed:
@@ -81,7 +88,9 @@ def find_pivots(
             break
         turns = [turn for trajectory in failed[i].trajectories for turn in trajectory.turns]
         if len(turns) == 1:
-            num_kept = draw_pivot(turns[0].completion.token_ids, rule, model, draw)
+            judged = (steps or {}).get(failed[i].attempt)
+            at_most = None if judged is None else before_the_worst(*judged)
+            num_kept = draw_pivot(turns[0].completion.token_ids, rule, model, draw, at_most=at_most)
             if num_kept is not None:
                 tasks.append(_branch_task(failed[i], turns[0], num_kept))
     return tasks

@@ -11,6 +11,7 @@ from headrace.algos.pivots import (
     MIN_OUTCOMES,
     PivotRule,
     SuccessModel,
+    before_the_worst,
     draw_pivot,
     fit_success,
     pivot_probabilities,
@@ -60,6 +61,24 @@ def test_draws_follow_the_distribution():
     token_ids = np.arange(5)
     drawn = np.bincount([draw_pivot(token_ids, rule, SuccessModel(), draw) for _ in range(4000)], minlength=5)
     np.testing.assert_allclose(drawn[1:] / 4000, np.array([1, 2, 3, 4]) / 10, atol=0.03)
+
+
+def test_no_pivot_lies_behind_the_beginning_of_the_worst_step():
+    ends, scores = np.array([4, 9, 15, 20]), np.array([0.5, 0.7, -0.8, -0.8])
+    assert before_the_worst(ends, scores) == 9
+    assert before_the_worst(ends, -scores) == 4 and before_the_worst(ends, scores * 0) == 0
+    rule, tokens, draw = PivotRule(branches=2, segment_tokens=3), np.arange(20), np.random.default_rng(0)
+    drawn = {draw_pivot(tokens, rule, SuccessModel(), draw, at_most=9) for _ in range(200)}
+    assert drawn == {3, 6, 9}
+    # A judge that liked nothing from the start rules nothing out.
+    assert {draw_pivot(tokens, rule, SuccessModel(), draw, at_most=2) for _ in range(200)} == {
+        3,
+        6,
+        9,
+        12,
+        15,
+        18,
+    }
 
 
 def test_the_regression_finds_the_slope_and_waits_for_both_kinds():

@@ -10,7 +10,9 @@ import pytest
 from headrace.data.record_checks import Limits, turn_faults
 from headrace.types import Completion, Routing, Sampling, SamplingMask, Turn
 
-LIMITS = Limits(vocab_size=20, newest_version=4, context_tokens=64, num_experts=8, experts_per_token=2)
+LIMITS = Limits(
+    vocab_size=20, newest_version=4, context_tokens=64, num_experts=8, experts_per_token=2, routed_layers=2
+)
 SEED = 77
 
 
@@ -114,6 +116,7 @@ BROKEN = {
         routes(recorded=np.array([True] * 5 + [False] * 2)), "routes", "5 tokens are marked"),
     "an expert twice": (routes(experts=DOUBLED), "routes", "row 2 names an expert twice"),
     "an expert that is not there": (routes(experts=BEYOND), "routes", "expert 8"),
+    "a layer too few": (routes(experts=EXPERTS[:, :1]), "routes", "experts of 1 layers, the model has 2"),
     "experts of another type": (routes(experts=EXPERTS.astype(np.int64)), "routes", "int64"),
     "stopped without a stop id": (sampled(stop_ids=(3,)), "finish", "does not end with a stop id"),
     "a stop id in the middle": (sampled(stop_ids=(2, 6)), "finish", "token 1 is a stop id, but 2 tokens follow"),

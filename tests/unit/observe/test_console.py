@@ -256,6 +256,19 @@ def test_summary_says_how_far_scoring_stayed_out_of_the_way() -> None:
     ) in lines
 
 
+def test_summary_says_whether_branches_found_what_they_left() -> None:
+    progress = Progress(clock=Clock())
+    feed(progress)
+    assert "branches" not in summarise(progress).as_text()
+    counters = {"forks": 8, "forked_tokens": 1200, "forks_stale": 4, "forks_freed": 1}
+    role = {"version": 0, "progress": 0, "seconds": {"decode": 1.0}, "counters": counters}
+    progress.emit("run.end", {"roles": [{"role": "engine-0", **role}, {"role": "engine-1", **role}]})
+    assert (
+        "branches 16 from live blocks, 2,400 tokens not prefilled; 8 prefilled, weights had changed; "
+        "2 prefilled, blocks were freed"
+    ) in summarise(progress).as_text().splitlines()
+
+
 def test_summary_of_a_run_that_never_stepped() -> None:
     text = summarise(Progress(clock=Clock())).as_text()
     assert text.splitlines()[0] == "0 steps in 0.0 s"

@@ -13,17 +13,29 @@ from hypothesis import strategies as st
 
 from headrace import wire
 from headrace.algos.pivots import PivotRule, SuccessModel
-from headrace.engines.scripted import ScriptedEngine
+from headrace.data.steps import StepRule
+from headrace.engines.scripted import ScriptedEngine, hashed_script
 from headrace.plan import virtual_clock
 from headrace.runtime.batches import make_batch
 from headrace.runtime.buffer import ReadyGroup
 from headrace.runtime.groups import ready_group
 from headrace.runtime.pivots import PivotMemory, find_pivots, start_versions
+from headrace.runtime.plan import ProcessPlan
 from headrace.runtime.router import Router
 from headrace.runtime.staleness import decide
 from headrace.runtime.state import RunState
 from headrace.trainers.scripted import ScriptedTrainer
-from headrace.types import Completion, Episode, EpisodeGroup, Sampling, Task, Trajectory, Turn
+from headrace.types import (
+    Completion,
+    Episode,
+    EpisodeGroup,
+    RoleStatus,
+    Sampling,
+    StepScores,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 RULE = PivotRule(branches=4, segment_tokens=2, per_group=2)
 
@@ -80,7 +92,21 @@ class Keeping(ScriptedTrainer):
         return await super().step(batch)
 
 
-def run(tmp_path, plan, *, stop_after_s=None, **engine):
+class FirstTokenJudge:
+    """A step is worth the id of its first token."""
+
+    async def score_steps(self, question):
+        starts = [question.num_prompt, *question.ends.tolist()[:-1]]
+        scores = question.token_ids[starts][question.num_known :] if len(question.ends) else []
+        return StepScores(scores=np.array(scores, np.float32))
+
+    async def status(self):
+        return RoleStatus(role="process", version=0, progress=0, seconds={})
+
+    async def close(self): ...
+
+
+def run(tmp_path, plan, *, stop_after_s=None, process=None, **engine):
     """Returns (state, trainer, sink, engine, tasks asked for)."""
 
     async def main():
@@ -95,7 +121,7 @@ def run(tmp_path, plan, *, stop_after_s=None, **engine):
         trainer, sink = Keeping(), MemorySink()
         pipeline = make_pipeline(
             tmp_path, plan, engines=[made], trainer=trainer, sink=sink,
-            environment=Branching1(), scorer=LastTokenScorer(),
+            environment=Branching1(), scorer=LastTokenScorer(), process=process,
         )  # fmt: skip
         pipeline._tasks = Tasks()
         if stop_after_s is not None:
@@ -148,6 +174,20 @@ def test_only_the_branch_is_trained_and_it_is_compared_with_its_siblings(tmp_pat
             )
         advantages = [float(s.advantages[-1]) for s in samples]
         assert sum(advantages) == pytest.approx(0.0, abs=1e-5)
+
+
+def test_where_steps_are_judged_branches_leave_before_the_worst_one(tmp_path):
+    steps = ProcessPlan(rule=StepRule(kind="tokens", num_tokens=2), deadline_s=2.0)
+    plan = make_plan(steps=6, pivots=RULE, process=steps, drop_zero_variance=False)
+    _, trainer, _, engine, _ = run(
+        tmp_path, plan, process=FirstTokenJudge(), script=hashed_script(mean_tokens=24)
+    )
+    roots = {f"{s.group}/{s.attempt}/0": s.token_ids[s.loss_mask] for b in trainer.batches for s in b.samples}
+    forks = [(r.fork.request_id, len(r.prompt_ids) - 1) for r in engine.requests if r.fork is not None]
+    worst = [2 * int(np.argmin(roots[root][::2])) for root, _ in forks if root in roots]
+    kept = [num_kept for root, num_kept in forks if root in roots]
+    bounded = [(n, most) for n, most in zip(kept, worst, strict=True) if most > 0]
+    assert len(bounded) > 10 and all(n <= most for n, most in bounded)
 
 
 def test_synchronous_branches_leave_what_the_same_weights_computed(tmp_path):

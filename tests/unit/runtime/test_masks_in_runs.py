@@ -12,7 +12,7 @@ from headrace.engines.scripted import ScriptedEngine
 from headrace.errors import TaskError
 from headrace.plan import virtual_clock
 from headrace.runtime.drops import BARREN_STEPS
-from headrace.types import MAX_KEPT_TOKENS, Completion, Request, SamplingMask
+from headrace.types import MAX_KEPT_TOKENS, Completion, Request, Sampling, SamplingMask, Trajectory
 
 
 class MaskingEngine(ScriptedEngine):
@@ -34,9 +34,21 @@ class MaskingEngine(ScriptedEngine):
             rows[0] = rows[0] + 1
         if kind == "beyond":
             rows[0] = np.append(rows[0], 90_000)
+        if kind == "stranger":
+            completion.token_ids[0] = 90_000
         offsets = np.cumsum([0, *map(len, rows)])
         ids = np.concatenate([np.zeros(0), *rows]).astype(np.int32)
-        return replace(completion, sampling_mask=SamplingMask(token_ids=ids, offsets=offsets))
+        mask = SamplingMask(token_ids=ids, offsets=offsets)
+        return replace(completion, sampling_mask=None if kind in ("none", "stranger") else mask)
+
+
+class TopP:
+    """One turn with a cut distribution."""
+
+    async def run(self, task, policy):
+        prompt = np.array([int(task.id)], dtype=np.int32)
+        turn = await policy.sample(prompt, Sampling(max_tokens=32, top_p=0.9))
+        return (Trajectory(turns=(turn,), text=""),)
 
 
 def test_wide_and_wrong_masks_end_their_groups_only(tmp_path):
@@ -55,6 +67,23 @@ def test_wide_and_wrong_masks_end_their_groups_only(tmp_path):
     assert "rollout.top_k" in drops[1][1] and "does not hold the sampled token" in drops[4][1]
     counts = state.ledger.attempts()
     assert counts["dropped:wide-mask"] == 2 * plan.group_size
+    assert counts["trained"] == plan.total_groups * plan.group_size
+
+
+def test_tokens_the_model_does_not_have_and_sets_that_were_not_recorded_end_their_groups_only(tmp_path):
+    async def main():
+        engine = MaskingEngine({1: "none", 3: "stranger"})
+        pipeline = make_pipeline(tmp_path, plan, engines=[engine], sink=sink, environment=TopP())
+        return await pipeline.run()
+
+    plan, sink = make_plan(vocab_size=50_000), MemorySink()
+    state = virtual_clock.run(main())
+    drops = {d["group"]: (d["reason"], d["detail"]) for d in sink.of("drop")}
+    assert {group: reason for group, (reason, _) in drops.items()} == {1: "failed", 3: "failed"}
+    assert "attempt 1/1, turn 0: engine-0 recorded no sampling mask" in drops[1][1]
+    assert "outside the vocabulary of 50000; give engine and trainer the same model" in drops[3][1]
+    counts = state.ledger.attempts()
+    assert counts["dropped:failed"] == 2 * plan.group_size
     assert counts["trained"] == plan.total_groups * plan.group_size
 
 

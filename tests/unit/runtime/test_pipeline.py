@@ -289,3 +289,16 @@ def test_a_sink_that_cannot_write_ends_the_run_with_its_own_error(tmp_path):
 
     with pytest.raises(CheckpointError, match="the event file cannot be written"):
         run(tmp_path, make_plan(drop_zero_variance=True), scorer=EqualScorer, sink=FullSink)
+
+
+def test_a_resume_says_that_the_journal_ended_in_a_cut_off_record(tmp_path):
+    run(tmp_path, make_plan(steps=2))
+    last = sorted((tmp_path / "journal").glob("step-*.journal"))[-1]
+    with last.open("ab") as journal:
+        journal.write(b"\x40\x00\x00\x00torn")
+    state, _, sink = run(tmp_path, make_plan(steps=4))
+    (warning,) = [event["text"] for event in sink.of("warning")]
+    assert f"{last.name} ended in a record that was cut off after 8 bytes" in warning
+    assert state.step == 4
+    *_, again = run(tmp_path, make_plan(steps=5))
+    assert not again.of("warning")

@@ -206,6 +206,28 @@ def test_such_a_group_is_dropped_and_counted_and_stops_nothing_else(tmp_path):
     assert books["attempts"]["dropped:failed"] == 3
 
 
+def test_groups_of_equal_rewards_are_dropped_only_where_nobody_teaches(tmp_path):
+    class Equal:
+        async def score(self, task, episodes):
+            return [{"equal": 1.0} for _ in episodes]
+
+        async def close(self): ...
+
+    async def main():
+        trainer, sink = RecordingTrainer(), MemorySink()
+        pipeline = make_pipeline(
+            tmp_path, make_plan(drop_zero_variance=True), trainer=trainer, teachers=of(TeacherEngine()),
+            tasks=TaughtTasks(None, "none"), sink=sink, scorer=Equal(),
+        )  # fmt: skip
+        await pipeline.run()
+        return trainer, sink
+
+    trainer, sink = virtual_clock.run(main())
+    assert len(trainer.samples) == 6 * 2 * 3 and all(s.teacher is not None for s in trainer.samples)
+    dropped = [drop["group"] for drop in sink.of("drop") if drop["reason"] == "zero-variance"]
+    assert dropped and all(group % 2 for group in dropped)
+
+
 def test_what_the_journal_holds_is_not_asked_for_again(tmp_path):
     async def first_life():
         trainer = ScriptedTrainer(token_s=1e3)
