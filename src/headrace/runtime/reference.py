@@ -2,8 +2,8 @@
 
 In: finished episodes, as a source of the scoring stage. Out: the log-probabilities of every token their samples will
 have, at the temperatures they were sampled with and over the same kept sets. It is asked about each attempt as it
-ends, one at a time, beside generation and training. A loss that needs the reference cannot do without: an engine that
-does not answer ends the run.
+ends, one at a time, beside generation and training. A loss that needs the reference cannot do without: a group whose
+answer is late is dropped as failed, and an engine that has died ends the run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.data.samples import sequence_masks, sequences
-from headrace.errors import RoleError
+from headrace.errors import DeadlineError
 from headrace.protocols import Engine
 from headrace.runtime.state import REFERENCE
 from headrace.types import Episode, SamplingMask, ScoreColumn, Task
@@ -25,7 +25,7 @@ class ReferencePolicy:
     required = True
     per_attempt = True
     concurrency = 1
-    # A question has a deadline of its own, after which the run ends.
+    # A question has a deadline of its own, which begins when it is its turn.
     deadline_s: float | None = None
 
     def __init__(self, engine: Engine, *, deadline_s: float) -> None:
@@ -44,8 +44,8 @@ class ReferencePolicy:
         ]
 
     async def logprobs(self, group: int, episodes: Sequence[Episode]) -> tuple[np.ndarray, ...]:
-        """float32 [T] of each sample, in the order of ``build_samples``. Raises RoleError when the engine does
-        not answer: nothing else can take its place."""
+        """float32 [T] of each sample, in the order of ``build_samples``. Raises DeadlineError when the engine
+        does not answer in time."""
         asked, masks = sequences(episodes), sequence_masks(episodes)
         answers: dict[int, np.ndarray] = {}
         for temperature in sorted({temperature for _, temperature in asked}):
@@ -64,7 +64,7 @@ class ReferencePolicy:
                     return await self._engine.score(token_ids, temperature=temperature)
                 return await self._engine.score(token_ids, temperature=temperature, masks=masks)
         except TimeoutError:
-            raise RoleError(
+            raise DeadlineError(
                 f"waited {self._deadline_s:g} s for {self._engine.name} to score group {group}; look at its log, "
                 'raise run.stall_s, or set "kl.reference" in algo.options to trainer'
             ) from None

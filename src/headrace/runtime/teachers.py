@@ -11,7 +11,7 @@ is made to point elsewhere (``linked_weights``). Their weights change between tw
 version it was computed with.
 
 What is wrong with one group (an unknown teacher, a token that the teacher does not have, an answer that is not finite)
-is raised for that group alone; a teacher that does not answer ends the run, since nothing can take its place.
+is raised for that group alone, and so is an answer that is late; a teacher that has died ends the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 from headrace.data import masks
 from headrace.data.samples import sequence_masks, sequences
-from headrace.errors import ModelError, RoleError, TaskError
+from headrace.errors import DeadlineError, ModelError, TaskError
 from headrace.protocols import Engine
 from headrace.runtime.linked_weights import LinkedWeights
 from headrace.runtime.snapshots import DelayedWeights
@@ -171,7 +171,7 @@ class Teachers:
                     logprobs = await self._logprobs(name, token_ids, kept, temperature)
                     scored = [TeacherScores(logprobs=values) for values in logprobs]
         except TimeoutError:
-            raise RoleError(
+            raise DeadlineError(
                 f"waited {self._deadline_s:g} s for {engine.name} to score group {group}; look at its log, or raise "
                 "run.stall_s"
             ) from None

@@ -10,7 +10,7 @@ from harness import MemorySink, make_pipeline, make_plan
 
 from headrace.data.samples import build_samples, sequences
 from headrace.engines.scripted import ScriptedEngine
-from headrace.errors import RoleError
+from headrace.errors import RewardError
 from headrace.plan import virtual_clock
 from headrace.runtime.reference import ReferencePolicy
 from headrace.trainers.scripted import ScriptedTrainer
@@ -137,10 +137,33 @@ def test_what_the_journal_holds_is_not_asked_for_again(tmp_path):
     assert all(sample.ref_logprobs is not None for sample in trainer.samples)
 
 
-def test_a_reference_that_does_not_answer_ends_the_run_and_is_named(tmp_path):
+def test_a_reference_that_never_answers_ends_the_run_when_the_budget_is_spent_and_is_named(tmp_path):
     async def main():
         plan = make_plan(stall_s=5.0)
         await make_pipeline(tmp_path, plan, reference=Reference(seconds=1e6), sink=MemorySink()).run()
 
-    with pytest.raises(RoleError, match=r"5 s for reference to score group \d; .*run\.stall_s"):
+    said = r"4 of \d+ groups failed, over reward.error_budget.* 5 s for reference to score group \d; .*run\.stall_s"
+    with pytest.raises(RewardError, match=said):
         virtual_clock.run(main())
+
+
+def test_a_late_answer_costs_its_group_and_nothing_else(tmp_path):
+    class SlowOnce(Reference):
+        async def score(self, token_ids, **options):
+            if self.num_asked == 4:
+                self.num_asked += 1
+                await asyncio.sleep(1e6)
+            return await super().score(token_ids, **options)
+
+    async def main():
+        trainer, sink = RecordingTrainer(), MemorySink()
+        reference = SlowOnce()
+        await make_pipeline(
+            tmp_path, make_plan(stall_s=5.0), trainer=trainer, reference=reference, sink=sink
+        ).run()
+        return trainer, sink
+
+    trainer, sink = virtual_clock.run(main())
+    assert len(trainer.samples) == 6 * 2 * 3
+    (dropped,) = [fields for fields in sink.of("drop") if fields["reason"] == "failed"]
+    assert "DeadlineError: waited 5 s for reference" in dropped["detail"]

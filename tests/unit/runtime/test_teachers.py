@@ -10,7 +10,7 @@ import pytest
 from harness import CountingTasks, MemorySink, make_pipeline, make_plan
 
 from headrace.engines.scripted import ScriptedEngine
-from headrace.errors import DeadlineError, ModelError, RoleError, TaskError, WeightSyncError
+from headrace.errors import DeadlineError, ModelError, RewardError, TaskError, WeightSyncError
 from headrace.plan import virtual_clock
 from headrace.runtime.snapshots import DelayedWeights
 from headrace.runtime.teachers import Teacher, Teachers
@@ -252,12 +252,13 @@ def test_what_the_journal_holds_is_not_asked_for_again(tmp_path):
     assert all(sample.teacher.top_ids.shape == (sample.num_tokens, 2) for sample in old)
 
 
-def test_a_teacher_that_does_not_answer_ends_the_run_and_is_named(tmp_path):
+def test_a_teacher_that_never_answers_ends_the_run_when_the_budget_is_spent_and_is_named(tmp_path):
     async def main():
         teachers = of(TeacherEngine(seconds=1e6), deadline_s=7.0)
         await make_pipeline(tmp_path, make_plan(), teachers=teachers).run()
 
-    with pytest.raises(RoleError, match=r"7 s for teacher-1 to score group \d; .*run\.stall_s"):
+    said = r"4 of \d+ groups failed, over reward.error_budget.* 7 s for teacher-1 to score group \d; .*run\.stall_s"
+    with pytest.raises(RewardError, match=said):
         virtual_clock.run(main())
 
 
