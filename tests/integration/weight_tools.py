@@ -174,8 +174,14 @@ def _damage_offer(sender: WeightSender, manifest: WeightManifest) -> None:
     payload[_largest(manifest).offset] ^= 1
 
 
+def _damage_gpu_memory(sender: WeightSender, manifest: WeightManifest) -> None:
+    sender._live[manifest.version].bytes[_largest(manifest).offset] ^= 1
+    torch.cuda.synchronize()
+
+
 DAMAGE: dict[str, Callable[[WeightSender, WeightManifest], None]] = {
     "shared_memory": _damage_segment,
     "files": _damage_files,
     "collective": _damage_offer,
+    "cuda_ipc": _damage_gpu_memory,
 }
