@@ -132,24 +132,25 @@ def table(figures: Mapping[str, Any]) -> Table:
         f"{figures['copy_gb_s']:.1f} GB/s; a pass takes {figures['usual_pass_ms']:.1f} ms\n"
         f"delta after {size['steps']} Adam steps: {size['bytes_share']:.2%} of the bytes, {size['changed_share']:.2%} "
         f"of the weights changed; of one step: {size['one_step_bytes_share']:.2%}, "
-        f"{size['one_step_changed_share']:.2%}"
+        f"{size['one_step_changed_share']:.2%}\ntimes in ms"
     )
-    drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    drawn = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     columns = (
         "bundle",
         "transport",
         "MB",
-        "of its own",
-        "changed",
-        "publish ms",
+        "of own",
+        "moved",
+        "publish",
         "GB/s",
-        "receive ms",
+        "receive",
         "GB/s",
-        "stall ms",
+        "stall",
         "worst",
     )
     for column in columns:
-        drawn.add_column(column, justify="left" if column in ("bundle", "transport") else "right")
+        left = column in ("bundle", "transport")
+        drawn.add_column(column, justify="left" if left else "right", overflow="fold")
     for cell in figures["cells"]:
         drawn.add_row(
             cell["bundle"],
