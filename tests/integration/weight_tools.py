@@ -111,6 +111,10 @@ class AdapterPublisher(Publisher):
         return replace(manifest, policy=LORA.policy)
 
 
+def publisher_of(bundle: str, checkpoint: Path, sender: WeightSender | None) -> Publisher:
+    return (AdapterPublisher if bundle == "adapter" else Publisher)(checkpoint, sender)
+
+
 def make_engine(
     checkpoint: Path, name: str = "engine-0", *, device: str = "cpu", lora: LoraSpec | None = None
 ) -> EngineDriver:
