@@ -86,6 +86,22 @@ def test_only_adapters_travel_and_peft_loads_what_is_left(settings, monkeypatch,
         torch.testing.assert_close(plain_logprobs(load_model(result.model_dir), ids), expected)
 
 
+@pytest.mark.parametrize("transport", ["files", "collective"])
+@pytest.mark.parametrize("targets", [["all-linear"], ["experts"]], ids=["layers", "experts"])
+def test_every_transport_trains_as_shared_memory_does(settings, transport, targets):
+    """Run in one process, a run repeats bit for bit, so the way of the adapter must not show in it. Files name whole
+    models' experts as checkpoints do, and adapters' as they are."""
+    if targets == ["experts"]:
+        base = Path(settings["model.path"])
+        vocab_size = load_model(base).config.vocab_size
+        make_tiny_model(base, family="qwen3_moe", vocab_size=vocab_size, hidden_size=32, init_std=0.1)
+    settings = {**settings, "lora.targets": targets, "model.dtype": "bfloat16", "run.steps": 3}
+    plain = train({**settings, "run.name": "plain"})
+    other = train({**settings, "weights.transport": transport})
+    found, expected = (load_file(run.model_dir / "adapter_model.safetensors") for run in (other, plain))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("mode", ["drain", "abort", "block"])
 def test_every_interrupt_mode(settings, mode):
     result = train({**settings, "run.steps": 3, "weights.mode": mode, "rollout.max_lag": 2})
