@@ -179,7 +179,7 @@ def _damage_offer(sender: WeightSender, manifest: WeightManifest) -> None:
 
 
 def _damage_gpu_memory(sender: WeightSender, manifest: WeightManifest) -> None:
-    sender._live[manifest.version].bytes[_largest(manifest).offset] ^= 1
+    sender._live[manifest.version][-1].bytes[_largest(manifest).offset] ^= 1
     torch.cuda.synchronize()
 
 
