@@ -288,7 +288,7 @@ def memory_share(settings: Settings, *, beside_trainer: bool) -> float:
 def route(settings: Settings, place: str | None = None) -> Route:
     """How weights reach the engines. All roles are on this machine and its one device, ``place`` (None: that of
     the settings)."""
-    w = settings.weights
+    w, rank = settings.weights, settings.lora.rank
     followed = bool(settings.distill.snapshots) and w.bundle == "auto"
     chosen = choose(
         w.transport,
@@ -296,6 +296,8 @@ def route(settings: Settings, place: str | None = None) -> Route:
         device=place or device(settings.model.device),
         item_bytes=2 if dtype(settings, place) == "bfloat16" else 4,
     )
+    if rank:
+        return replace(chosen, bundle="adapter", why_bundle=f"lora.rank is {rank}: only the adapter changes")
     why = "a teacher that follows late (distill.teachers) takes versions each by itself"
     return replace(chosen, why_bundle=why) if followed else chosen
 

@@ -1,4 +1,4 @@
-"""Sharded weights on a GPU: a world of one against the plain trainer, and as many ranks as there are GPUs."""
+"""Sharded weights on a GPU: a world of one against the plain trainer."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_whole_runs import letters
 
 import headrace
 from headrace import demo
@@ -39,11 +40,6 @@ SMALL = {
 def settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return {**demo.prepare(tmp_path, warm_steps=10), **demo.ADAPTER_SETTINGS, **SMALL}
-
-
-def letters(completions):
-    """Never the same for all attempts, so that every step moves the weights."""
-    return [sum(map(ord, text)) % 97 / 97 for text in completions]
 
 
 def train(settings, **more):
@@ -84,6 +80,23 @@ def test_only_adapters_travel_and_peft_loads_what_is_left(settings, monkeypatch,
         loaded = peft.PeftModel.from_pretrained(base, result.model_dir).eval()
         torch.testing.assert_close(plain_logprobs(loaded, ids), expected)
         torch.testing.assert_close(plain_logprobs(load_model(result.model_dir), ids), expected)
+
+
+@pytest.mark.parametrize("transport", ["files", "collective"])
+@pytest.mark.parametrize("targets", [["all-linear"], ["experts"]], ids=["layers", "experts"])
+def test_every_transport_trains_as_shared_memory_does(settings, transport, targets):
+    """Without lag a run in one process repeats bit for bit, so the way of the adapter must not show in it. Files name
+    whole models' experts as checkpoints do, and adapters' as they are."""
+    if targets == ["experts"]:
+        base = Path(settings["model.path"])
+        vocab_size = load_model(base).config.vocab_size
+        make_tiny_model(base, family="qwen3_moe", vocab_size=vocab_size, hidden_size=32, init_std=0.1)
+    few = {"lora.targets": targets, "model.dtype": "bfloat16", "rollout.max_lag": 0, "run.steps": 3}
+    settings = {**settings, **few}
+    plain = train({**settings, "run.name": "plain"})
+    other = train({**settings, "weights.transport": transport})
+    found, expected = (load_file(run.model_dir / "adapter_model.safetensors") for run in (other, plain))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("mode", ["drain", "abort", "block"])

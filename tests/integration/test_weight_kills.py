@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from weight_program import PROBE
-from weight_tools import Publisher, write_checkpoint
+from weight_tools import publisher_of, write_checkpoint
 
 from headrace.types import WeightManifest
 from headrace.wire import decode, encode
@@ -27,7 +27,7 @@ ROUNDS = 9
 DEADLINE_S = 120.0
 CELLS = [
     (bundle, transport)
-    for bundle in ("full", "delta")
+    for bundle in ("full", "delta", "adapter")
     for transport in ("shared_memory", "files", "collective")
 ]
 
@@ -113,8 +113,8 @@ class Pair:
 
     def __init__(self, nursery: Nursery, checkpoint: Path, bundle: str, transport: str, place: Path) -> None:
         self._nursery = nursery
-        self._what = {"sender": ("sender", transport, bundle, str(place)), "engine": ("engine",)}
-        self.truth = Publisher(checkpoint, sender=None)
+        self._what = {"sender": ("sender", transport, bundle, str(place)), "engine": ("engine", bundle)}
+        self.truth = publisher_of(bundle, checkpoint, sender=None)
         self.logprobs = {0: self.truth.logprobs(PROBE)}
         self.sender, self.engine = (nursery.start(*what) for what in self._what.values())
 

@@ -6,7 +6,7 @@ Each line of input is an end to start: the two pipes it talks through, and what 
 id. Ends are forked, since importing what they need takes a hundred times as long as an update.
 
     sender TRANSPORT BUNDLE PLACE     answers: publish V | whole | retire V
-    engine                            answers: apply MANIFEST | look
+    engine BUNDLE                     answers: apply MANIFEST | look
 
 One line is answered by one line: a manifest as hex, or ``error`` and a sentence. An engine samples all the time, so
 that updates reach it between two passes. ``look`` tells what it computes with: its version, the digest of its
@@ -26,7 +26,7 @@ import traceback
 from pathlib import Path
 
 import numpy as np
-from weight_tools import Publisher, digest_of, make_engine, request, sender_for
+from weight_tools import LORA, digest_of, make_engine, publisher_of, request, sender_for
 
 from headrace.errors import WeightSyncError
 from headrace.types import WeightManifest
@@ -41,7 +41,7 @@ def say(line: str) -> None:
 
 async def send(checkpoint: Path, transport: str, bundle: str, place: str) -> None:
     sender = sender_for(transport, bundle, Path(place), deadline_s=3.0)
-    publisher = Publisher(checkpoint, sender)
+    publisher = publisher_of(bundle, checkpoint, sender)
     say("ready")
     for line in sys.stdin:
         order, _, version = line.strip().partition(" ")
@@ -53,13 +53,15 @@ async def send(checkpoint: Path, transport: str, bundle: str, place: str) -> Non
             say(encode(await made).hex())
 
 
-async def serve(checkpoint: Path) -> None:
-    engine = make_engine(checkpoint)
+async def serve(checkpoint: Path, bundle: str) -> None:
+    lora = LORA if bundle == "adapter" else None
+    engine = make_engine(checkpoint, lora=lora)
+    policy = lora.policy if lora else "policy"
     sampling: asyncio.Task[None] | None = None
 
     async def sample() -> None:
         for number in itertools.count():
-            await engine.generate(request(f"request-{number}"))
+            await engine.generate(request(f"request-{number}", policy=policy))
 
     say("ready")
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -73,9 +75,10 @@ async def serve(checkpoint: Path) -> None:
             else:
                 sampling = sampling or asyncio.create_task(sample())
         else:
-            (scored,) = await engine.score([PROBE])
+            (scored,) = await engine.score([PROBE], policy=policy)
             version = (await engine.status()).version
-            say(json.dumps([version, digest_of(engine._core.weights()), scored.tolist()]))
+            weights = engine._core.weights(policy=policy if lora else None)
+            say(json.dumps([version, digest_of(weights), scored.tolist()]))
     if sampling is not None:
         sampling.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -90,7 +93,7 @@ def become(checkpoint: Path, orders: str, answers: str, role: str, *rest: str) -
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for path, mode, number in ((orders, os.O_RDONLY, 0), (answers, os.O_WRONLY, 1)):
             os.dup2(os.open(path, mode), number)
-        asyncio.run(send(checkpoint, *rest) if role == "sender" else serve(checkpoint))
+        asyncio.run(send(checkpoint, *rest) if role == "sender" else serve(checkpoint, *rest))
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -99,7 +102,8 @@ def become(checkpoint: Path, orders: str, answers: str, role: str, *rest: str) -
 
 
 if __name__ == "__main__":
-    made = make_engine(Path(sys.argv[1]))  # for what it imports
+    # For what they import.
+    made = make_engine(Path(sys.argv[1])), publisher_of("adapter", Path(sys.argv[1]), None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead need no burial
     say("ready")
     while order := os.read(0, 1 << 16):

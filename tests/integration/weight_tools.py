@@ -111,6 +111,10 @@ class AdapterPublisher(Publisher):
         return replace(manifest, policy=LORA.policy)
 
 
+def publisher_of(bundle: str, checkpoint: Path, sender: WeightSender | None) -> Publisher:
+    return (AdapterPublisher if bundle == "adapter" else Publisher)(checkpoint, sender)
+
+
 def make_engine(
     checkpoint: Path, name: str = "engine-0", *, device: str = "cpu", lora: LoraSpec | None = None
 ) -> EngineDriver:
@@ -174,8 +178,14 @@ def _damage_offer(sender: WeightSender, manifest: WeightManifest) -> None:
     payload[_largest(manifest).offset] ^= 1
 
 
+def _damage_gpu_memory(sender: WeightSender, manifest: WeightManifest) -> None:
+    sender._live[manifest.version][-1].bytes[_largest(manifest).offset] ^= 1
+    torch.cuda.synchronize()
+
+
 DAMAGE: dict[str, Callable[[WeightSender, WeightManifest], None]] = {
     "shared_memory": _damage_segment,
     "files": _damage_files,
     "collective": _damage_offer,
+    "cuda_ipc": _damage_gpu_memory,
 }

@@ -72,3 +72,10 @@ def test_what_a_snapshot_makes_of_the_bundle_is_said():
     assert followed.bundle == "full" and "distill.teachers" in followed.why_bundle
     chosen = {**asked, "distill.teachers": {"past": "snapshot:2"}, "weights.bundle": "full"}
     assert build.route(from_dict(chosen)).why_bundle == "asked for by weights.bundle"
+
+
+@pytest.mark.parametrize("transport", ["auto", "files"])
+def test_of_an_adapter_the_bundle_is_the_adapter(transport):
+    asked = {"model.device": "cpu", "model.dtype": "bfloat16", "weights.transport": transport}
+    chosen = build.route(from_dict({**asked, "lora.rank": 4}))
+    assert (chosen.bundle, chosen.why_bundle) == ("adapter", "lora.rank is 4: only the adapter changes")

@@ -33,6 +33,13 @@ def test_a_run_with_cut_distributions_is_compared_over_what_could_be_drawn(tmp_p
     assert [f for f in findings if f.verdict == "fail"] == []
 
 
+def test_how_an_adapter_travels_is_explained(tmp_path):
+    findings = doctor.examine(good(tmp_path, **{"lora.rank": 4, "model.device": "cpu"}))
+    (weights,) = [finding for finding in findings if finding.check == "weights"]
+    assert "travel by shared_memory: trainer and engines are on one machine" in weights.detail
+    assert "adapter bundles: lora.rank is 4" in weights.detail
+
+
 def test_a_transport_that_cannot_work_is_found(tmp_path):
     findings = doctor.examine(good(tmp_path, **{"weights.transport": "cuda_ipc", "model.device": "cpu"}))
     assert "weights.transport is cuda_ipc" in findings[-1].detail

@@ -2,12 +2,13 @@
 
 In: a model shape. Out: figures for every bundle and transport that this machine has, beside the machine's own copy
 bandwidth. Weights come from another process, which moves them between two versions: all of them, or by a step of Adam
-at learning rate 1e-6 where deltas are sent. The engine decodes all the while; in a run bundles are read and verified
-beside decoding (engines/driver.py), so only applying them is part of the stall.
+at learning rate 1e-6 where deltas are sent, or those of an adapter. The engine decodes all the while; in a run bundles
+are read and verified beside decoding (engines/driver.py), so only applying them is part of the stall.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import select
 import shutil
 import statistics
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,9 +29,10 @@ from headrace.bench.shapes import create_random_model
 from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
 from headrace.errors import DeadlineError, RoleError
+from headrace.models.lora import LoraSpec
 from headrace.models.tensors import named_tensors, to_blobs
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
-from headrace.types import Request, Sampling, WeightManifest
+from headrace.types import Request, Sampling, TensorBlob, WeightManifest
 from headrace.weights.segment_directory import create_segment_directory
 from headrace.weights.transports import Route, TransportReceiver, weight_sender
 from headrace.wire import decode, encode
@@ -38,11 +40,17 @@ from headrace.wire import decode, encode
 _DEADLINE_S = 300
 _CELLS = {
     "cpu": [
-        (bundle, way) for way in ("shared_memory", "files", "collective") for bundle in ("full", "delta")
+        (bundle, way)
+        for bundle in ("full", "delta", "adapter")
+        for way in ("shared_memory", "files", "collective")
     ],
-    "cuda": [("full", "cuda_ipc"), ("full", "shared_memory"), ("delta", "files")],
+    "cuda": [("full", "cuda_ipc"), ("full", "shared_memory"), ("delta", "files"), ("adapter", "cuda_ipc")],
 }
+_ADAPTER = LoraSpec(rank=16, alpha=32.0)
 _RUNNING = {"cpu": 4, "cuda": 64}
+
+_Source = tuple[int, Iterator[float], Callable[[], Iterable[TensorBlob]]]
+"""Bytes of what is published, its moves from version to version, and its tensors."""
 
 
 def run(
@@ -54,32 +62,66 @@ def run(
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """All figures as plain numbers. ``cells`` are pairs of bundle and transport; None: what the device has."""
-    model = create_random_model(shape, device=device)
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(model).values())
-    num_running = _RUNNING[device]
-    engine = torch_engine(
-        model,
-        ledger=TimeLedger(ENGINE_ACTIVITIES),
-        max_running=num_running,
-        memory_share=0.4,
-        progress=progress,
-    )
-    busy = _Busy(engine, num_running, model.config.vocab_size)
     figures: dict[str, Any] = {
         "shape": shape,
-        "num_running": num_running,
-        "weight_bytes": num_bytes,
-        "copy_gb_s": copy_bandwidth(min(num_bytes, 1 << 30), device) / 1e9,
-        "usual_pass_ms": statistics.median(busy.gaps(20)),
+        "num_running": _RUNNING[device],
         "delta_after_adam": delta_size.run(),
         "cells": [],
     }
-    for bundle, transport in cells or _CELLS[device]:
+    # An engine serves a model that changes, or adapters of one that does not.
+    for lora in (None, _ADAPTER):
+        chosen = [
+            cell for cell in cells or _cells_here(device, progress) if _is_adapter(cell) == (lora is not None)
+        ]
+        if chosen:
+            measured = _on_one_engine(shape, device, lora, chosen, updates, progress)
+            figures["cells"] += measured.pop("cells")
+            figures = measured | figures
+    return figures
+
+
+def _cells_here(device: str, progress: Callable[[str], None]) -> list[tuple[str, str]]:
+    if importlib.util.find_spec("peft") is not None:
+        return _CELLS[device]
+    progress("adapters are left out, since peft is not installed: pip install 'headrace[lora]'")
+    return [cell for cell in _CELLS[device] if not _is_adapter(cell)]
+
+
+def _is_adapter(cell: tuple[str, str]) -> bool:
+    return cell[0] == "adapter"
+
+
+def _on_one_engine(
+    shape: str,
+    device: str,
+    lora: LoraSpec | None,
+    cells: Sequence[tuple[str, str]],
+    updates: int,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    model = create_random_model(shape, device=device)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(model).values())
+    engine = torch_engine(
+        model,
+        ledger=TimeLedger(ENGINE_ACTIVITIES),
+        max_running=_RUNNING[device],
+        memory_share=0.4,
+        progress=progress,
+        lora=lora,
+    )
+    busy = _Busy(engine, _RUNNING[device], model.config.vocab_size)
+    figures: dict[str, Any] = {
+        "weight_bytes": num_bytes,
+        "copy_gb_s": copy_bandwidth(min(num_bytes, 1 << 30), device) / 1e9,
+        "cells": [],
+    }
+    for bundle, transport in cells:
         progress(f"{bundle} bundles by {transport}")
         with _Sender(shape, device, bundle, transport, updates) as sender:
-            cell = _measure(busy, sender, updates, figures["usual_pass_ms"])
-        rates = {f"{leg}_gb_s": num_bytes / cell[f"{leg}_ms"] / 1e6 for leg in ("publish", "receive")}
+            cell = _measure(busy, sender, updates)
+        rates = {f"{leg}_gb_s": cell["own_bytes"] / cell[f"{leg}_ms"] / 1e6 for leg in ("publish", "receive")}
         figures["cells"].append({"bundle": bundle, "transport": transport, **cell, **rates})
+        figures.setdefault("usual_pass_ms", cell["usual_pass_ms"])
     return figures
 
 
@@ -90,28 +132,31 @@ def table(figures: Mapping[str, Any]) -> Table:
         f"{figures['copy_gb_s']:.1f} GB/s; a pass takes {figures['usual_pass_ms']:.1f} ms\n"
         f"delta after {size['steps']} Adam steps: {size['bytes_share']:.2%} of the bytes, {size['changed_share']:.2%} "
         f"of the weights changed; of one step: {size['one_step_bytes_share']:.2%}, "
-        f"{size['one_step_changed_share']:.2%}"
+        f"{size['one_step_changed_share']:.2%}\ntimes in ms"
     )
-    drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    drawn = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     columns = (
         "bundle",
         "transport",
         "MB",
-        "changed",
-        "publish ms",
+        "of own",
+        "moved",
+        "publish",
         "GB/s",
-        "receive ms",
+        "receive",
         "GB/s",
-        "stall ms",
+        "stall",
         "worst",
     )
     for column in columns:
-        drawn.add_column(column, justify="left" if column in ("bundle", "transport") else "right")
+        left = column in ("bundle", "transport")
+        drawn.add_column(column, justify="left" if left else "right", overflow="fold")
     for cell in figures["cells"]:
         drawn.add_row(
             cell["bundle"],
             cell["transport"],
             f"{cell['sent_bytes'] / 1e6:.1f}",
+            f"{cell['sent_bytes'] / cell['own_bytes']:.2%}",
             f"{cell['changed_share']:.1%}",
             f"{cell['publish_ms']:.1f}",
             f"{cell['publish_gb_s']:.1f}",
@@ -146,7 +191,6 @@ class _Busy:
         self._num_running = num_running
         self._vocab_size = vocab_size
         self._num_submitted = 0
-        self.fill()
 
     def fill(self) -> None:
         """Fill the engine up, past its prompts."""
@@ -198,45 +242,64 @@ class _Sender:
         for place in (self._segments, self._folder):
             shutil.rmtree(place, ignore_errors=True)
 
-    def publish(self) -> tuple[float, float, WeightManifest]:
-        """Milliseconds, the share of weights that changed, and the announcement."""
+    def publish(self) -> tuple[float, float, int, WeightManifest]:
+        """Milliseconds, the share of weights that changed, the bytes of all that may, and the announcement."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(b"go\n")
         self._process.stdin.flush()
-        taken_ms, changed, frame = _line(self._process.stdout).split()
-        return float(taken_ms), float(changed), decode(bytes.fromhex(frame.decode()))
+        taken_ms, changed, own_bytes, frame = _line(self._process.stdout).split()
+        return float(taken_ms), float(changed), int(own_bytes), decode(bytes.fromhex(frame.decode()))
 
 
-def _measure(busy: _Busy, sender: _Sender, updates: int, usual_ms: float) -> dict[str, float]:
+def _measure(busy: _Busy, sender: _Sender, updates: int) -> dict[str, float]:
     receiver, engine = TransportReceiver(), busy.engine
     seen: list[dict[str, float]] = []
+    usual_ms = 0.0
     for update in range(updates + 1):
-        publish_ms, changed, manifest = sender.publish()
-        busy.fill()
-        start = time.perf_counter()
-        updated = list(receiver.receive(manifest, engine.weights(slot.name for slot in manifest.slots)))
-        receive_ms = (time.perf_counter() - start) * 1e3
-        busy.gaps(2)
-        start = time.perf_counter()
-        engine.apply(manifest.version, updated)
-        apply_ms = (time.perf_counter() - start) * 1e3
-        stall_ms = apply_ms + max(0.0, max(busy.gaps(5)) - usual_ms)
-        del updated
-        # The first update is always full, and also opens the memory, once for a run.
+        publish_ms, changed, own_bytes, manifest = sender.publish()
         if update:
-            seen.append(
-                {
-                    "sent_bytes": manifest.num_bytes,
-                    "changed_share": changed,
-                    "publish_ms": publish_ms,
-                    "receive_ms": receive_ms,
-                    "apply_ms": apply_ms,
-                    "stall_ms": stall_ms,
-                }
-            )
+            busy.fill()
+        start = time.perf_counter()
+        updated = list(receiver.receive(manifest, _base(engine, manifest)))
+        receive_ms = (time.perf_counter() - start) * 1e3
+        if update:
+            busy.gaps(2)
+        start = time.perf_counter()
+        _apply(engine, manifest, updated)
+        apply_ms = (time.perf_counter() - start) * 1e3
+        if not update:
+            # The first update is always full and also opens the memory, once for a run; an adapter is served after it.
+            busy.fill()
+            usual_ms = statistics.median(busy.gaps(20))
+            continue
+        seen.append(
+            {
+                "sent_bytes": manifest.num_bytes,
+                "own_bytes": own_bytes,
+                "changed_share": changed,
+                "publish_ms": publish_ms,
+                "receive_ms": receive_ms,
+                "apply_ms": apply_ms,
+                "stall_ms": apply_ms + max(0.0, max(busy.gaps(5)) - usual_ms),
+            }
+        )
+        del updated
     receiver.close()
     medians = {name: statistics.median(one[name] for one in seen) for name in seen[0]}
-    return {**medians, "worst_stall_ms": max(one["stall_ms"] for one in seen)}
+    worst_ms = max(one["stall_ms"] for one in seen)
+    return {**medians, "worst_stall_ms": worst_ms, "usual_pass_ms": usual_ms}
+
+
+def _base(engine: TorchEngine, manifest: WeightManifest) -> Iterable[TensorBlob]:
+    """What a delta builds on."""
+    return engine.weights(slot.name for slot in manifest.slots) if manifest.kind != "adapter" else ()
+
+
+def _apply(engine: TorchEngine, manifest: WeightManifest, updated: Sequence[Any]) -> None:
+    if manifest.kind == "adapter":
+        engine.apply_adapter(manifest.policy, manifest.version, updated)
+    else:
+        engine.apply(manifest.version, updated)
 
 
 def _line(answers: IO[bytes]) -> bytes:
@@ -251,14 +314,11 @@ def _line(answers: IO[bytes]) -> bytes:
 def _send(
     shape: str, device: str, bundle: str, transport: str, updates: int, segments: Path, folder: Path
 ) -> None:
-    """The other process: publishes the weights of its own model when told to."""
-    model = create_random_model(shape, device=device, seed=1)
+    """The other process: publishes the weights of its own model, or of an adapter, when told to."""
+    source = _adapter_source if bundle == "adapter" else _model_source
+    own_bytes, moves, blobs = source(create_random_model(shape, device=device, seed=1), bundle)
     route = Route(transport=transport, why="", bundle=bundle)  # type: ignore[arg-type]
     sender = weight_sender(route, segments=segments, folder=folder)
-    weights = list(named_tensors(model).values())
-    moves = _adam_moves(weights) if bundle == "delta" else _all_moves(weights)
-    # Once, as the trainer does it.
-    blobs = list(to_blobs(model))
     for version in range(1, updates + 2):
         sys.stdin.readline()
         # An order means that the version before has landed; a run retires it then, ahead of the next.
@@ -266,10 +326,35 @@ def _send(
         changed = next(moves)
         _finish(device)
         start = time.perf_counter()
-        manifest = sender.send(version, blobs)
+        manifest = sender.send(version, blobs(), kind="adapter" if bundle == "adapter" else None)
         taken_ms = (time.perf_counter() - start) * 1e3
-        print(taken_ms, changed, encode(manifest).hex(), flush=True)
+        print(taken_ms, changed, own_bytes, encode(manifest).hex(), flush=True)
     sys.stdin.read()
+
+
+def _model_source(model: Any, bundle: str) -> _Source:
+    weights = list(named_tensors(model).values())
+    moves = _adam_moves(weights) if bundle == "delta" else _all_moves(weights)
+    # Once, as the trainer does it.
+    blobs = list(to_blobs(model))
+    return sum(blob.data.nbytes for blob in blobs), moves, lambda: blobs
+
+
+def _adapter_source(model: Any, bundle: str) -> _Source:
+    from headrace.trainers.adapter_weights import AdapterWeights
+
+    adapter = AdapterWeights(model, model.dtype, _ADAPTER)
+    masters = list(adapter.model.parameters())
+    with torch.no_grad():
+        for master in masters:
+            master.normal_(std=0.02)
+
+    def moves() -> Iterator[float]:
+        for changed in _all_moves(masters):
+            adapter.refresh()
+            yield changed
+
+    return sum(master.numel() for master in masters) * model.dtype.itemsize, moves(), adapter.blobs
 
 
 def _all_moves(weights: Sequence[torch.Tensor]) -> Iterator[float]:

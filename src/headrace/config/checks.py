@@ -313,6 +313,11 @@ def _lora(s: Settings) -> Iterator[str]:
             f"lora.rank is {s.lora.rank}, whose model without the adapter already is the reference at no cost: set "
             '"kl.reference" in algo.options to trainer, or leave it out.'
         )
+    if s.lora.rank > 0 and s.weights.bundle != "auto":
+        yield (
+            f"weights.bundle is {s.weights.bundle}, but lora.rank is {s.lora.rank} and only the adapter is sent: set "
+            "weights.bundle = auto."
+        )
     if s.lora.rank > 0 and not s.lora.targets:
         yield 'lora.targets names no layer: set it to "all-linear", or to the last parts of layer names.'
 

@@ -343,7 +343,7 @@ class WeightSettings(Section):
     there is, and never broadcasts."""
     bundle: Literal["auto", "full", "delta"] = "auto"
     """What travels: `full`, all weights; `delta`, those that changed (the trainer then keeps a copy of what it
-    sent last); `auto` sends deltas of bfloat16 weights where the way is slow."""
+    sent last); `auto` sends deltas of bfloat16 weights where the way is slow, and with `lora.rank` the adapter."""
 
 
 class Settings(BaseModel):

@@ -6,8 +6,8 @@ nothing else, so the same tensors have the same digest wherever and however they
 
 The digest guards against accidents (a torn, truncated or reused segment, a wrong base), not against a
 forger: who can write the bytes owns the run. So words are added up by chunk, at the speed of memory, and
-only the sums are hashed. A word counts by its place in a row of 16 KiB, which makes words that changed
-places visible too, unless they moved by whole rows within one chunk.
+only the sums are hashed, in order. Chunks that changed places are noticed; words that did within one chunk
+of a tensor are not.
 """
 
 from __future__ import annotations

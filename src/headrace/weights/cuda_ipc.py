@@ -52,7 +52,7 @@ class CudaIpcSender:
     def __init__(self, *, growing_segments: bool = False) -> None:
         """``growing_segments``: how this process takes its memory (``gpu_segments``)."""
         self._growing_segments = growing_segments
-        self._live: dict[int, _Buffer] = {}
+        self._live: dict[int, list[_Buffer]] = {}
         self._free: list[_Buffer] = []
         self._checksums = _Checksums()
         self._last_tensors: list[tuple[Any, ...]] = []
@@ -61,15 +61,14 @@ class CudaIpcSender:
     def send(
         self, version: int, blobs: Iterable[TensorBlob], *, kind: BundleKind | None = None
     ) -> WeightManifest:
-        """Copy the tensors aside; they stay valid until ``retire(version)``. Sending a version again
-        replaces what was sent."""
+        """Copy the tensors aside; they stay valid until ``retire(version)``, also if the version is sent again: an
+        engine may be reading them."""
         tensors = list(blobs)
         slots, num_bytes = self._layout_of(tensors)
         buffer = self._take(num_bytes, _device_of(tensors))
         sources: list[Any] = [tensor.data for tensor in tensors]
         checksum = self._checksums.of_copied(version, slots, sources, buffer.bytes)
-        self.retire(version)
-        self._live[version] = buffer
+        self._live.setdefault(version, []).append(buffer)
         return WeightManifest(
             version=version,
             base_version=None,
@@ -83,9 +82,7 @@ class CudaIpcSender:
 
     def retire(self, version: int) -> None:
         """Free the version's memory for another; a version that is not held is already retired."""
-        buffer = self._live.pop(version, None)
-        if buffer is not None:
-            self._free.append(buffer)
+        self._free += self._live.pop(version, [])
 
     def close(self) -> None:
         self._live.clear()

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from headrace.errors import ConfigError, WeightSyncError
 from headrace.protocols import WeightSender
-from headrace.types import TensorBlob, TensorPatch, WeightManifest
+from headrace.types import BundleKind, TensorBlob, TensorPatch, WeightManifest
 from headrace.weights import files, shared_memory
 from headrace.weights.bundle_sender import Carrier, DeltaSender
 from headrace.weights.delta_receiver import changes
@@ -30,7 +30,7 @@ class Route:
 
     transport: Transport
     why: str
-    bundle: Literal["full", "delta"] = "full"
+    bundle: BundleKind = "full"
     why_bundle: str = ""
 
 
@@ -46,7 +46,7 @@ def choose(
             "weights.bundle to auto"
         )
     if bundle != "auto":
-        asked: Literal["full", "delta"] = "delta" if bundle == "delta" else "full"
+        asked: BundleKind = "delta" if bundle == "delta" else "full"
         return replace(route, bundle=asked, why_bundle="asked for by weights.bundle")
     if route.transport in ("shared_memory", "cuda_ipc"):
         return replace(route, why_bundle="copying all is faster here than finding what changed")

@@ -15,7 +15,7 @@ from headrace.errors import CheckpointError, DeadlineError
 from headrace.models.loading import hollow_model, make_tiny_model
 from headrace.models.tensors import named_tensors
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
-from headrace.trainers import shard_files
+from headrace.trainers import shard_files, sharded_weights
 from headrace.trainers.ranks import Ranks, join_ranks
 from headrace.trainers.sharded_weights import ShardedWeights, _even_rows
 from headrace.trainers.torch_trainer import TorchTrainer
@@ -70,6 +70,23 @@ def test_held_weights_give_the_gradients_of_released_ones(
         core.accumulate(rows, before_update=True)
         norms.append(core._weights.clip_gradients(1e9))
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_layers_may_be_recomputed(
+    hold: bool,
+    ranks: Ranks,
+    make_model: MakeModel,
+    make_batch: MakeBatch,
+    sender: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sharded_weights, "_has_room", lambda *sizes: hold)
+    plain, core = (trainer(make_model(), sender, **where) for where in ({}, {"ranks": ranks}))
+    core.blocks.num_recomputed = 2
+    for step in (1, 2):
+        expected, found = plain.step(make_batch(step)), core.step(make_batch(step))
+        assert found.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-6)
 
 
 def test_held_weights_are_gathered_once_for_all_rows(

@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.weights.bundle import CHUNK_BYTES, chunk_sums
+from headrace.types import TensorBlob
+from headrace.weights.bundle import CHUNK_BYTES, chunk_sums, digest, lay_out
 
 LENGTHS = (0, 1, 8, 4096, 4099, CHUNK_BYTES - 8, CHUNK_BYTES, 17 * CHUNK_BYTES + 77)
 
@@ -33,3 +34,12 @@ def test_parts_are_copied_and_summed_in_one_go(parts, of):
         np.testing.assert_array_equal(found, alone)
     for target, part in zip(targets, parts, strict=True):
         np.testing.assert_array_equal(target, part)
+
+
+def test_chunks_that_changed_places_are_noticed(parts):
+    """Words are only added up within a chunk, so places count by chunk, and by tensor."""
+    whole = np.concatenate(parts)[: 3 * CHUNK_BYTES]
+    swapped = np.roll(whole, CHUNK_BYTES)
+    slots = lay_out([TensorBlob(name="w", dtype="U8", shape=whole.shape, data=whole)])[0]
+    assert digest(1, slots, [whole]) != digest(1, slots, [swapped])
+    assert sorted(chunk_sums([whole])[0]) == sorted(chunk_sums([swapped])[0])

@@ -1,4 +1,5 @@
-"""Weights that stay on a GPU, as far as no GPU is needed: what is refused before any address is read."""
+"""Weights that stay on a GPU, as far as no GPU is needed: which memory is used again when, and what is refused
+before any address is read."""
 
 from __future__ import annotations
 
@@ -53,6 +54,29 @@ def test_weights_that_are_not_all_on_one_gpu_are_refused(places):
 
     with pytest.raises(WeightSyncError, match=r"not on one GPU, all of them; set weights\.transport"):
         cuda_ipc.CudaIpcSender().send(0, [blob(i, place) for i, place in enumerate(places)])
+
+
+def test_memory_is_written_over_only_after_its_version_is_retired(monkeypatch):
+    """An engine that catches up may still read what was sent, while the trainer sends the same version to all."""
+    made = iter(range(10))
+
+    class Buffer(Memory):
+        def __init__(self, num_bytes, device, *, growing_segments):
+            super().__init__(torch.zeros(num_bytes, dtype=torch.uint8))
+            self.location = str(next(made))
+
+    monkeypatch.setattr(cuda_ipc, "_Buffer", Buffer)
+    monkeypatch.setattr(cuda_ipc, "_device_of", lambda tensors: torch.device("cpu"))
+    monkeypatch.setattr(cuda_ipc._Checksums, "of_copied", lambda *arguments: "")
+    sender = cuda_ipc.CudaIpcSender()
+    blob = TensorBlob(name="w", dtype="U8", shape=(16,), data=torch.zeros(16, dtype=torch.uint8))
+
+    def place_of(version):
+        return sender.send(version, [blob]).location
+
+    assert [place_of(version) for version in (1, 2, 2, 3)] == ["0", "1", "2", "3"]
+    sender.retire(2)
+    assert {place_of(4), place_of(5)} == {"1", "2"} and place_of(6) == "4"
 
 
 class OnDevice(torch.Tensor):
