@@ -347,7 +347,7 @@ def progress_tokens(settings: Settings) -> int:
 
 def reports_per_s(settings: Settings) -> float:
     """Reports of all requests of an engine in a second. With hundreds of requests on a GPU the journal would be told
-    ten thousand times a second otherwise, and completions would wait in the controller's queue."""
+    thousands of times a second otherwise, all of which the controller reads before what comes behind it."""
     return _JOURNAL_REPORTS_PER_S if settings.scoring.process is None else math.inf
 
 

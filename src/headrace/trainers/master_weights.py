@@ -82,10 +82,14 @@ class MasterWeights:
 
     def blobs(self) -> Iterator[TensorBlob]:
         """The same ones every time, since the policy's tensors stay where they are: naming hundreds of them anew
-        takes longer than a GPU takes to copy a small model."""
-        if self._blobs is None:
-            self._blobs = list(to_blobs(self.policy))
-        return iter(self._blobs)
+        takes longer than a GPU takes to copy a small model. Not where a tensor is no dense memory: of that a blob
+        is a copy."""
+        if self._blobs is not None:
+            return iter(self._blobs)
+        blobs = list(to_blobs(self.policy))
+        if all(tensor.is_contiguous() for tensor in named_tensors(self.policy).values()):
+            self._blobs = blobs
+        return iter(blobs)
 
     def release(self) -> None:
         """Nothing to do: there is one copy of what is computed with."""

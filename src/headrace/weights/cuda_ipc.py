@@ -197,9 +197,9 @@ class _Checksums:
         payload: torch.Tensor,
     ) -> str:
         """Copies the sources to their slots."""
-        from headrace.kernels.checksum import WIDE_BYTES
+        from headrace.kernels.whole_copies import can_be_copied_wide
 
-        if all(source.data_ptr() % WIDE_BYTES == source.nbytes % WIDE_BYTES == 0 for source in sources):
+        if can_be_copied_wide(sources):
             sums = self._of_slots(slots, payload.device).copied_sums(sources, payload)
             return self._digest(version, sums)
         shares = [payload[slot.offset : slot.offset + slot.num_bytes] for slot in slots]

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import PreTrainedModel
 
+from headrace.models.tensors import as_tensor
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.master_weights import MasterWeights, compute_copy
 from headrace.trainers.torch_trainer import TorchTrainer
@@ -99,3 +101,18 @@ def test_small_updates_are_kept_though_bf16_cannot_show_them(
     moved = [float((trainer.model.state_dict()[n] != t).float().mean()) for n, t in before.items()]
     shown = [float((trainer.policy.state_dict()[n] != t).float().mean()) for n, t in seen.items()]
     assert np.mean(moved) > 0.9 > 0.2 > np.mean(shown)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_what_is_published_is_what_the_policy_has_now(dense: bool, make_model: MakeModel) -> None:
+    """Also of a weight that is no dense memory, whose blob is a copy."""
+    model = make_model()
+    weight = model.get_decoder().layers[0].mlp.down_proj.weight
+    if not dense:
+        weight.data = weight.data.t().contiguous().t()
+    weights = MasterWeights(model, model.dtype)
+    list(weights.blobs())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    assert all((as_tensor(blob) == 0.5).all() for blob in weights.blobs())
