@@ -13,7 +13,7 @@ import headrace
 from headrace import demo
 from headrace.data.char_tokenizer import make_char_tokenizer
 from headrace.models.loading import make_tiny_model
-from headrace.trainers.logprobs import HeadLogprobs
+from headrace.trainers.whole_head import HeadLogprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

@@ -22,11 +22,12 @@ from headrace.models.shared_prefix import segment_attention, segment_bounds
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.blocks import DecoderBlocks
 from headrace.trainers.head import add_head_weight_gradient, head_input_gradient, head_logits
-from headrace.trainers.logprobs import HeadLogprobs, row_tensors, token_logprobs
+from headrace.trainers.logprobs import row_tensors, token_logprobs
 from headrace.trainers.master_weights import MasterWeights
 from headrace.trainers.placement import Offload
 from headrace.trainers.streamed_adamw import StreamedAdamW
 from headrace.trainers.torch_trainer import TorchTrainer
+from headrace.trainers.whole_head import HeadLogprobs
 from headrace.types import TrainBatch
 
 pytestmark = [
@@ -103,14 +104,14 @@ def test_head_products() -> None:
 def test_head_values_and_gradients_follow_the_float64_reference(
     ids_shape: tuple[int, ...], softcap: float | None
 ) -> None:
-    """Over several chunks, the last of which is short, and a vocabulary that is no multiple of anything."""
+    """Over several chunks, the last of which is short and kept, and a vocabulary that is no multiple of anything."""
     num_tokens, vocab_size = 700, 5003
     hidden = torch.randn(num_tokens, 128, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(vocab_size, 128, device="cuda") * 0.3).bfloat16().requires_grad_()
     temperatures = 0.5 + torch.rand(num_tokens, device="cuda")
     ids = torch.randint(0, vocab_size, (num_tokens, *ids_shape), device="cuda")
     upstream = torch.randn(ids.shape, device="cuda")
-    found, entropy = HeadLogprobs.apply(hidden, weight, None, ids, temperatures, softcap, 256, None)
+    found, entropy = HeadLogprobs.apply(hidden, weight, None, ids, temperatures, softcap, 256, None, 300)
     grads = torch.autograd.grad((found * upstream).sum(), (hidden, weight))
 
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]

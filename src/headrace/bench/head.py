@@ -22,7 +22,8 @@ from rich.table import Table
 
 from headrace.models.kept_sets import KeptSets, kept_sets
 from headrace.trainers.kept_head import KeptHeadLogprobs
-from headrace.trainers.logprobs import HeadLogprobs, chunk_tokens
+from headrace.trainers.logprobs import chunk_tokens, slope_tokens
+from headrace.trainers.whole_head import HeadLogprobs
 from headrace.types import SamplingMask
 
 SET_SIZES = {"top-p": 24.0, "top-k 64": 64.0, "top-k 1024": 1024.0}
@@ -88,9 +89,11 @@ def _whole(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, ones_N: torch.Tensor
 ) -> Passes:
     leaves = hidden_NH.clone().requires_grad_(), weight_VH.clone().requires_grad_()
+    slopes = slope_tokens(len(targets_N), vocab_size=weight_VH.shape[0], on_gpu=weight_VH.is_cuda)
 
     def forward() -> torch.Tensor:
-        return HeadLogprobs.apply(*leaves, None, targets_N, ones_N, None, chunk_tokens(weight_VH), None)[0]
+        chunk = chunk_tokens(weight_VH)
+        return HeadLogprobs.apply(*leaves, None, targets_N, ones_N, None, chunk, None, slopes)[0]
 
     return forward, lambda logprobs_N: _backward(logprobs_N, leaves)
 

@@ -15,7 +15,7 @@ from headrace.bench.kernels import COLD_BYTES, VOCAB_SIZE, Case, report
 from headrace.kernels import add as add_kernel
 from headrace.kernels import head_values
 from headrace.trainers.head import fused
-from headrace.trainers.logprobs import plain_token_values
+from headrace.trainers.whole_head import plain_token_values
 
 HEAD_CHUNKS = (1722, 256, 16)
 """Tokens whose logits are held at once: many, some, and few."""

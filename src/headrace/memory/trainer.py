@@ -15,7 +15,7 @@ import torch
 from headrace.memory.architecture import Architecture, TokenBytes
 from headrace.memory.uses import Purpose
 from headrace.trainers.blocks import USABLE_SHARE, layers_to_recompute
-from headrace.trainers.logprobs import head_bytes
+from headrace.trainers.logprobs import head_bytes, slope_tokens
 from headrace.trainers.placement import Offload
 from headrace.trainers.sharded_weights import may_hold
 
@@ -60,6 +60,8 @@ def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_b
         own_gradient=not model.num_adapter_weights and (plan.spread or plan.dtype == torch.float32),
     )
     token = model.compiled if plan.on_gpu and plan.compiled else model.eager
+    slopes = slope_tokens(plan.row_tokens, vocab_size=model.vocab_size, on_gpu=plan.on_gpu)
+    slope_bytes = plan.dtype.itemsize * model.vocab_size
     num_recomputed = 0
     if plan.on_gpu:
         left = USABLE_SHARE * max(room - sum(kept.values()) - head, 0)
@@ -70,10 +72,13 @@ def trainer_bytes(model: Architecture, plan: TrainerPlan, *, room: int, device_b
             input_bytes=token.layer_input,
             free_bytes=left - token.outside * plan.row_tokens,
         )
+        spare = left - (token.layers + token.outside) * plan.row_tokens
+        slopes = min(slopes, max(int(spare // slope_bytes), 0))
     device: Bytes = {
         **kept,
         "activations": _activations(token, plan.row_tokens, model.num_layers, num_recomputed),
         "head and logits": head,
+        "slopes of logits": slopes * slope_bytes,
     }
     if plan.on_gpu:
         device["between blocks"] = _between_blocks(device, room)

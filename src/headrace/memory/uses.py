@@ -15,6 +15,7 @@ Purpose = Literal[
     "moments",
     "activations",
     "head and logits",
+    "slopes of logits",
     "published weights",
     "keys and values",
     "passes",

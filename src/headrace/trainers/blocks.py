@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from headrace.data.packing import pack
 from headrace.models.float_residual import residual_dtype
 from headrace.trainers.forward_check import probe_sample
-from headrace.trainers.logprobs import RowTensors, decoder_output, head_bytes, row_tensors
+from headrace.trainers.logprobs import RowTensors, decoder_output, head_bytes, row_tensors, slope_tokens
 from headrace.trainers.ranks import ALONE, Ranks
 
 PROBE_TOKENS = 1024
@@ -48,6 +48,8 @@ class DecoderBlocks:
         """``hidden`` computes a row up to the head (None: the model does). All ``ranks`` recompute the same
         layers, since what they exchange inside a layer is exchanged again."""
         self.num_recomputed = 0
+        self.slope_tokens = 0
+        """Loss tokens of a row for whose slopes of logits there is memory besides."""
         self._model, self._ranks = model, ranks
         self._device = ranks.device or model.device
         self._hidden = hidden or partial(decoder_output, model)
@@ -60,23 +62,26 @@ class DecoderBlocks:
             forward = compile_lean(layer.forward) if compiled else layer.forward
             layer.forward = self._recomputing(index, forward)
 
-    def fit(self, num_tokens: int, *, reserved_bytes: int) -> None:
-        """Recompute as many layers as rows of ``num_tokens`` need on this GPU, and no more;
-        ``reserved_bytes`` are spoken for."""
-        if self._device.type != "cuda":
+    def fit(self, num_tokens: int, *, reserved_bytes: int, slope_bytes: int) -> None:
+        """Recompute as many layers as rows of ``num_tokens`` need on this GPU, and no more; ``reserved_bytes`` are
+        spoken for. What is left over is for slopes of logits, ``slope_bytes`` a token."""
+        embeddings, on_gpu = self._model.get_input_embeddings(), self._device.type == "cuda"
+        self.slope_tokens = slope_tokens(num_tokens, vocab_size=embeddings.num_embeddings, on_gpu=on_gpu)
+        if not on_gpu:
             return
         if self.bytes_per_token is None:
             self.bytes_per_token = self._probe()
-        hidden_size = self._model.get_input_embeddings().embedding_dim
-        free_bytes = free_gpu_bytes(self._device) - reserved_bytes
+        free_bytes = USABLE_SHARE * (free_gpu_bytes(self._device) - reserved_bytes)
         needed = layers_to_recompute(
             num_tokens,
             num_layers=len(self._layers),
             bytes_per_token=self.bytes_per_token,
-            input_bytes=hidden_size * residual_dtype(self._model).itemsize,
-            free_bytes=USABLE_SHARE * free_bytes,
+            input_bytes=embeddings.embedding_dim * residual_dtype(self._model).itemsize,
+            free_bytes=free_bytes,
         )
         self.num_recomputed = int(self._ranks.largest(needed)[0])
+        spare = free_bytes - self.bytes_per_token * num_tokens
+        self.slope_tokens = min(self.slope_tokens, max(int(spare // slope_bytes), 0))
 
     def _probe(self) -> float:
         """Bytes that all layers together keep for the backward, per token."""

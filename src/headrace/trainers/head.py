@@ -64,13 +64,19 @@ class HeadGradients:
             torch.zeros_like(bias_V, dtype=torch.float32) if needed[2] and bias_V is not None else None
         )
 
-    def add(self, chunk: slice, grad_CV: torch.Tensor) -> None:
-        """``grad_CV``: of the uncapped logits of these tokens."""
-        self._of_hidden_NH[chunk] = head_input_gradient(grad_CV, self._weight_VH)
+    def add(self, chunk: slice, grad_CV: torch.Tensor, factor_C: torch.Tensor | None = None) -> None:
+        """``grad_CV``: of the uncapped logits of these tokens, up to the ``factor_C`` of each."""
+        of_hidden_CH, hidden_CH = head_input_gradient(grad_CV, self._weight_VH), self._hidden_NH[chunk]
+        if factor_C is not None:
+            of_hidden_CH, hidden_CH = (
+                (tensor * factor_C[:, None]).to(tensor.dtype) for tensor in (of_hidden_CH, hidden_CH)
+            )
+        self._of_hidden_NH[chunk] = of_hidden_CH
         if self._of_weight_VH is not None:
-            add_head_weight_gradient(self._of_weight_VH, grad_CV, self._hidden_NH[chunk])
+            add_head_weight_gradient(self._of_weight_VH, grad_CV, hidden_CH)
         if self._of_bias_V is not None:
-            self._of_bias_V += grad_CV.float().sum(0)
+            ones_C = grad_CV.new_ones(grad_CV.shape[0], dtype=torch.float32)
+            self._of_bias_V += (ones_C if factor_C is None else factor_C) @ grad_CV.float()
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Of hidden states, weight (None: it is with the master, or not needed) and bias."""

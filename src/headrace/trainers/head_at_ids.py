@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from headrace.trainers.logprobs import HeadLogprobs, RowTensors, chunk_tokens, decoder_output, linear_head
+from headrace.trainers.logprobs import RowTensors, chunk_tokens, decoder_output, linear_head
+from headrace.trainers.whole_head import HeadLogprobs
 
 
 def logprobs_at(

@@ -1,12 +1,11 @@
 """Log-probabilities of a packed row's tokens under a model, with gradients, in chunks of tokens.
 
 In: a model that uses packed attention and a ``PackedRow``. Out: float32 log-probabilities (and entropies) of
-the row's loss tokens at the temperatures they were sampled with. [tokens, vocabulary] never exists
-whole: the forward keeps one normaliser per token, and the backward recomputes one chunk of logits at a
-time, which is gone before the next one is made. Logits are float32 whatever the model is computed in. Tokens that
-were drawn from a kept set (top-k, top-p, min-p) are valued over that set, by ``kept_head``.
+the row's loss tokens at the temperatures they were sampled with, by ``whole_head``; tokens that were drawn from a
+kept set (top-k, top-p, min-p) are valued over that set, by ``kept_head``. Both work on a chunk of tokens at a time,
+so that float32 [tokens, vocabulary] never exists whole. Logits are float32 whatever the model is computed in.
 
-Legend: T tokens of the row, N loss tokens, C tokens of a chunk, A ids at each, H hidden size, V vocabulary.
+Legend: T tokens of the row, N loss tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,19 +24,17 @@ from headrace.errors import ModelError
 from headrace.models.kept_sets import KeptSets, kept_sets
 from headrace.models.packed_attention import PackedLayout, build_layout
 from headrace.models.route_replay import RowRoutes, follow_routes
-from headrace.trainers.head import (
-    HeadGradients,
-    chunk_length,
-    chunks,
-    fused,
-    uncapped_logits,
-)
+from headrace.trainers.head import chunk_length
 from headrace.trainers.kept_head import KeptHeadLogprobs
+from headrace.trainers.whole_head import HeadLogprobs
 
 CHUNK_ELEMENTS = 2**24
 """Logits held at once: 64 MiB in float32."""
 GPU_CHUNK_ELEMENTS = 2**28
 """1 GiB: with 150 thousand words, products of some 1700 tokens, which still fill a GPU many times over."""
+KEPT_ELEMENTS = 2**24
+GPU_KEPT_ELEMENTS = 2**31
+"""Most slopes of logits kept for the backward: 4 GiB in bf16, of some 14,000 tokens with 150 thousand words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +55,9 @@ class RowTensors:
     """The kept sets of the loss tokens; None: all were drawn from the whole vocabulary."""
     routes: RowRoutes | None = None
     """What a mixture's routers chose when the tokens were sampled; None: not known."""
+    slope_tokens: int = 0
+    """Of so many loss tokens the head keeps the slopes of logits for the backward, instead of computing the logits
+    twice."""
 
 
 class TokenValues(NamedTuple):
@@ -120,7 +120,7 @@ def head_values(
     rest = softcap, chunk_tokens(head.weight), head_master
     given = hidden_NH, head.weight, head.bias, row.targets_N, row.temperatures_N, *rest
     if row.kept is None:
-        logprobs_N, entropy_N = HeadLogprobs.apply(*given)
+        logprobs_N, entropy_N = HeadLogprobs.apply(*given, row.slope_tokens)
         return TokenValues(logprobs_N, entropy_N, None)
     if row.kept.all_cut:
         return TokenValues(*KeptHeadLogprobs.apply(*given, row.kept))
@@ -152,7 +152,7 @@ def _mixed_values(
         )
 
     free, cut = kept.free_and_cut()
-    logprobs, entropy = HeadLogprobs.apply(*given(free))
+    logprobs, entropy = HeadLogprobs.apply(*given(free), row.slope_tokens)
     cut_logprobs, cut_entropy, cut_mass = KeptHeadLogprobs.apply(*given(cut), kept.only_cut())
     at_N = torch.cat((free, cut)).argsort()
     return TokenValues(
@@ -191,6 +191,11 @@ def _chunk_tokens(vocab_size: int, *, on_gpu: bool) -> int:
     return max((GPU_CHUNK_ELEMENTS if on_gpu else CHUNK_ELEMENTS) // vocab_size, 1)
 
 
+def slope_tokens(num_tokens: int, *, vocab_size: int, on_gpu: bool) -> int:
+    """Most of a row's tokens whose slopes are worth their memory."""
+    return min(num_tokens, (GPU_KEPT_ELEMENTS if on_gpu else KEPT_ELEMENTS) // vocab_size)
+
+
 def head_bytes(
     num_tokens: int,
     *,
@@ -200,8 +205,8 @@ def head_bytes(
     on_gpu: bool,
     own_gradient: bool = True,
 ) -> int:
-    """The most that the head's forward and backward over so many loss tokens hold. Without ``own_gradient`` the
-    weight's gradient is added to a master's, or there is none."""
+    """The most that the head's forward and backward over so many loss tokens hold, slopes apart. Without
+    ``own_gradient`` the weight's gradient is added to a master's, or there is none."""
     width = dtype.itemsize
     chunk = chunk_length(num_tokens, _chunk_tokens(vocab_size, on_gpu=on_gpu))
     # Where nothing is fused, two results on the way stand beside the logits.
@@ -209,108 +214,3 @@ def head_bytes(
     # A narrow gradient is summed in float32, and stands beside that of a tied embedding.
     gradient = (4 if dtype == torch.float32 else 4 + 2 * width) * vocab_size * hidden_size
     return logits * vocab_size + own_gradient * gradient + 2 * num_tokens * hidden_size * width
-
-
-class HeadLogprobs(torch.autograd.Function):
-    """log softmax(softcap(hidden @ weight.T + bias) / temperature) at the ids, chunk by chunk: one id for each token
-    [N], or several [N, A]. Values and their gradient have the shape of the ids."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_NH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        ids: torch.Tensor,
-        temperatures_N: torch.Tensor,
-        softcap: float | None,
-        chunk_tokens: int,
-        master_VH: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_tokens = hidden_NH.shape[0]
-        logprobs = hidden_NH.new_empty(ids.shape, dtype=torch.float32)
-        entropy_N = hidden_NH.new_empty(num_tokens, dtype=torch.float32)
-        normaliser_N = torch.empty_like(entropy_N)
-        for chunk in chunks(num_tokens, chunk_tokens):
-            # Logits have no name here: they are gone before the next chunk's are made.
-            normaliser_N[chunk], logprobs[chunk], entropy_N[chunk] = _token_values(
-                uncapped_logits(hidden_NH[chunk], weight_VH, bias_V),
-                ids[chunk],
-                temperatures_N[chunk],
-                softcap,
-            )
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids, temperatures_N, normaliser_N)
-        ctx.softcap, ctx.chunk_tokens, ctx.master_VH = softcap, chunk_tokens, master_VH
-        ctx.mark_non_differentiable(entropy_N)
-        return logprobs, entropy_N
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, ids, temperatures_N, normaliser_N = ctx.saved_tensors
-        gradients = HeadGradients(ctx.needs_input_grad, hidden_NH, weight_VH, bias_V, ctx.master_VH)
-        logit_gradient = fused(_logit_gradient, hidden_NH.device.type)
-        for chunk in chunks(hidden_NH.shape[0], ctx.chunk_tokens):
-            grad_CV = logit_gradient(
-                uncapped_logits(hidden_NH[chunk], weight_VH, bias_V), ids[chunk], temperatures_N[chunk],
-                normaliser_N[chunk], grad[chunk], ctx.softcap, hidden_NH.dtype,
-            )  # fmt: skip
-            gradients.add(chunk, grad_CV)
-            del grad_CV
-        return *gradients.results(), None, None, None, None, None
-
-
-def _token_values(
-    logits_CV: torch.Tensor, ids: torch.Tensor, temperatures_C: torch.Tensor, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normaliser, log-probabilities at the ids and entropy of every token."""
-    if not logits_CV.is_cuda:
-        return plain_token_values(logits_CV, ids, temperatures_C, softcap)
-    from headrace.kernels.head_values import token_values
-
-    return token_values(logits_CV, ids, temperatures_C, softcap)
-
-
-def plain_token_values(
-    logits_CV: torch.Tensor, ids: torch.Tensor, temperatures_C: torch.Tensor, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if softcap is not None:
-        logits_CV = torch.tanh(logits_CV / softcap) * softcap
-    logits_CV = logits_CV / temperatures_C[:, None]
-    normaliser_C = logits_CV.logsumexp(-1)
-    logprobs_CA = logits_CV.gather(1, _columns(ids)) - normaliser_C[:, None]
-    probs_CV = (logits_CV - normaliser_C[:, None]).exp_()
-    return normaliser_C, logprobs_CA.view(ids.shape), normaliser_C - probs_CV.mul_(logits_CV).sum(-1)
-
-
-def _logit_gradient(
-    logits_CV: torch.Tensor,
-    ids: torch.Tensor,
-    temperatures_C: torch.Tensor,
-    normaliser_C: torch.Tensor,
-    grad: torch.Tensor,
-    softcap: float | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Gradient of the uncapped logits in ``dtype``; an id that is given twice counts twice."""
-    temperature_C1, ids_CA = temperatures_C[:, None], _columns(ids)
-    grad_CA = _columns(grad) / temperature_C1
-    slope_CV = None
-    if softcap is not None:
-        tanh_CV = torch.tanh(logits_CV / softcap)
-        logits_CV, slope_CV = tanh_CV * softcap, 1 - tanh_CV.square()
-    probs_CV = (logits_CV / temperature_C1 - normaliser_C[:, None]).exp_()
-    grad_CV = probs_CV.mul_(-grad_CA.sum(-1, keepdim=True))
-    if torch.compiler.is_compiling() and ids.dim() == 1:
-        # The same sum where the scatter would be a second pass over the chunk.
-        ids_V = torch.arange(grad_CV.shape[1], device=grad_CV.device)
-        grad_CV = torch.where(ids_V == ids_CA, grad_CV + grad_CA, grad_CV)
-    else:
-        grad_CV.scatter_add_(1, ids_CA, grad_CA)
-    if slope_CV is not None:
-        grad_CV *= slope_CV
-    return grad_CV.to(dtype)
-
-
-def _columns(of_ids: torch.Tensor) -> torch.Tensor:
-    """[C, A], also of one id for each token."""
-    return of_ids[:, None] if of_ids.dim() == 1 else of_ids

@@ -329,20 +329,25 @@ class TorchTrainer:
         """Add the gradients of every row to the model's. Where no update follows, the memory of the
         optimizer's moments need not be kept free."""
         num_tokens = max((row.tensors.token_ids_T.numel() for row in rows), default=0)
+        head_VH = self.policy.get_output_embeddings().weight
         step_bytes = bytes_of_a_step(
             self.model,
-            self.policy.get_output_embeddings().weight,
+            head_VH,
             self.optimizer if update_follows and not self._weights.host_moments else None,
             num_tokens=num_tokens,
             dtype=self._weights.dtype,
             on_gpu=self._device.type == "cuda",
             own_gradient=self._weights.head_master is None,
         )
-        self.blocks.fit(num_tokens, reserved_bytes=self._weights.held_bytes + step_bytes)
+        self.blocks.fit(
+            num_tokens,
+            reserved_bytes=self._weights.held_bytes + step_bytes,
+            slope_bytes=self._weights.dtype.itemsize * head_VH.shape[0],
+        )
         distillation = self._options.distillation
         compared = distillation is not None and distillation.compares
         records = []
-        for index, row in enumerate(rows):
+        for index, row in enumerate(self._keeping_slopes(rows)):
             self._weights.begin_row(is_last=index == len(rows) - 1)
             with self._balance or nullcontext():
                 policy = row_logprobs(self._weights, row, compared=compared)
@@ -366,6 +371,11 @@ class TorchTrainer:
                 )
             )
         return records
+
+    def _keeping_slopes(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
+        """As far as ``blocks.fit`` found memory for them."""
+        kept = self.blocks.slope_tokens
+        return [replace(row, tensors=replace(row.tensors, slope_tokens=kept)) for row in rows]
 
     def _with_balance(self, outcome: RowOutcome, row: TrainRow) -> RowOutcome:
         if self._balance is None:

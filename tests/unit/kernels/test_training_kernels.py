@@ -14,7 +14,7 @@ require_kernels()
 from headrace.kernels.add import add_to  # noqa: E402
 from headrace.kernels.head_values import token_values  # noqa: E402
 from headrace.kernels.row_sums import row_sums  # noqa: E402
-from headrace.trainers.logprobs import plain_token_values  # noqa: E402
+from headrace.trainers.whole_head import plain_token_values  # noqa: E402
 
 # What the interpreter's exponentials overflow to is what the kernel wants.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")

@@ -11,7 +11,8 @@ from headrace.data.packing import pack
 from headrace.models.packed_attention import use_packed_attention
 from headrace.trainers import logprobs as module
 from headrace.trainers.head_at_ids import logprobs_at
-from headrace.trainers.logprobs import HeadLogprobs, row_tensors, token_logprobs
+from headrace.trainers.logprobs import row_tensors, token_logprobs
+from headrace.trainers.whole_head import HeadLogprobs
 
 
 def plain(model, samples, ids_NA):

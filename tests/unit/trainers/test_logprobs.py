@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from headrace.data.packing import pack
 from headrace.models.packed_attention import use_packed_attention
+from headrace.trainers import head, whole_head
 from headrace.trainers import logprobs as module
 from headrace.trainers.logprobs import decoder_output, row_tensors, token_logprobs
 from headrace.trainers.master_weights import MasterWeights
@@ -45,11 +47,13 @@ def gemma2() -> PreTrainedModel:
     return Gemma2ForCausalLM(config).eval()
 
 
+@pytest.mark.parametrize("slopes", [0, 10, 10_000], ids=["no-slopes", "some-slopes", "all-slopes"])
 @pytest.mark.parametrize("chunk_elements", [32 * 4, 2**24], ids=["many-chunks", "one-chunk"])
 @pytest.mark.parametrize("family", ["llama", "llama-untied", "gemma2"])
 def test_values_and_gradients_equal_a_plain_forward(
     family: str,
     chunk_elements: int,
+    slopes: int,
     monkeypatch: pytest.MonkeyPatch,
     make_model: Callable[..., PreTrainedModel],
     make_batch: Callable[..., TrainBatch],
@@ -65,7 +69,7 @@ def test_values_and_gradients_equal_a_plain_forward(
 
     use_packed_attention(model)
     (row,) = pack(samples, row_tokens=10_000)
-    found, entropy = token_logprobs(model, row_tensors(row, device="cpu"))
+    found, entropy = token_logprobs(model, replace(row_tensors(row, device="cpu"), slope_tokens=slopes))
     (found * weights).sum().backward()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=0)
@@ -76,26 +80,30 @@ def test_values_and_gradients_equal_a_plain_forward(
         )
 
 
+@pytest.mark.parametrize("slopes", [0, 10])
 def test_the_logits_of_a_row_are_never_held_whole(
+    slopes: int,
     monkeypatch: pytest.MonkeyPatch,
     make_model: Callable[..., PreTrainedModel],
     make_batch: Callable[..., TrainBatch],
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 32 * 4)
-    original, rows_seen = module.uncapped_logits, []
+    original, rows_seen = whole_head.uncapped_logits, []
 
     def watched(hidden: torch.Tensor, *rest: object) -> object:
         rows_seen.append(hidden.shape[0])
         return original(hidden, *rest)
 
-    monkeypatch.setattr(module, "uncapped_logits", watched)
+    monkeypatch.setattr(whole_head, "uncapped_logits", watched)
     model = make_model()
     use_packed_attention(model)
     (row,) = pack(make_batch(num_samples=8).samples, row_tokens=10_000)
-    found, _ = token_logprobs(model, row_tensors(row, device="cpu"))
+    found, _ = token_logprobs(model, replace(row_tensors(row, device="cpu"), slope_tokens=slopes))
     found.sum().backward()
-    assert found.numel() > 8 and max(rows_seen) <= 4
-    assert sum(rows_seen) == 2 * found.numel()
+    assert found.numel() > 12 and max(rows_seen) <= 4
+    num_kept = 2 * found.numel() - sum(rows_seen)
+    # In whole chunks, as many as there may be.
+    assert num_kept == 0 if not slopes else slopes - 4 < num_kept <= slopes
 
 
 def test_bf16_computes_the_head_in_float32(
@@ -214,7 +222,7 @@ def test_a_narrow_head_adds_its_gradient_to_the_master_in_float32(
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 8, 9, 16, 17, 100])
 def test_chunks_are_as_few_and_as_even_as_can_be(num_tokens: int) -> None:
-    chunks = module.chunks(num_tokens, 8)
+    chunks = head.chunks(num_tokens, 8)
     lengths = [len(range(num_tokens)[chunk]) for chunk in chunks]
     assert sum(lengths) == num_tokens and len(chunks) == -(-num_tokens // 8)
     assert all(length <= 8 for length in lengths) and 0 not in lengths
