@@ -62,18 +62,20 @@ def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows):
     out = torch.empty_like(query)
     workspace = decode_workspace(num_rows, num_heads, dim, max_length, CUDA)
     slots.zero_(), lengths.zero_(), query.zero_()
-    options = {"value_dim": dim, "scale": dim**-0.5, "out_BHE": out, "workspace": workspace}
-    graph = captured(lambda: decode_attention(query, pool, tables, slots, lengths, **options))
+    own = torch.zeros((2, num_rows, num_kv, dim), dtype=torch.bfloat16, device=CUDA)
+    options = {"scale": dim**-0.5, "out_BHE": out, "workspace": workspace}
+    graph = captured(lambda: decode_attention(query, *own, pool, tables, slots, lengths, **options))
     for _ in range(3):
         slots.copy_(torch.randperm(num_rows, device=CUDA))
         lengths.copy_(torch.randint(0, max_length + 1, (num_rows,), device=CUDA))
-        query.normal_()
+        query.normal_(), own.normal_()
         out.fill_(float("nan"))
         graph.replay()
         expected = torch.zeros((num_rows, num_heads, dim), device=CUDA)
         for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
             if length:
                 kv = pool[tables[slot].long()].flatten(0, 1)[:length]
+                assert torch.equal(kv[-1], own[:, row].flatten())
                 expected[row] = attend(query[row : row + 1], kv, length - 1, num_kv, dim**-0.5)[0]
         error = (out.float() - expected).norm() / expected.norm().clamp_min(1e-6)
         assert error < 5e-3
@@ -100,8 +102,9 @@ def test_shared_prefixes_in_a_graph_follow_their_inputs(num_heads, num_kv, dim, 
     query = torch.zeros((num_rows, num_heads, dim), dtype=torch.bfloat16, device=CUDA)
     out = torch.empty_like(query)
     workspace = decode_workspace(num_rows, num_heads, dim, max_length, CUDA)
-    options = {"value_dim": dim, "scale": dim**-0.5, "out_BHE": out, "workspace": workspace}
-    graph = captured(lambda: decode_attention(query, pool, tables, slots, lengths, shared=shared, **options))
+    own_row = torch.zeros((2, num_rows, num_kv, dim), dtype=torch.bfloat16, device=CUDA)
+    options = {"scale": dim**-0.5, "out_BHE": out, "workspace": workspace, "shared": shared}
+    graph = captured(lambda: decode_attention(query, *own_row, pool, tables, slots, lengths, **options))
     rng = np.random.default_rng(num_rows)
     for most in (1, 3, 8, 20):
         depths = np.zeros(num_rows, dtype=np.int64)
@@ -124,7 +127,7 @@ def test_shared_prefixes_in_a_graph_follow_their_inputs(num_heads, num_kv, dim, 
             target[: len(array)] = torch.from_numpy(array).to(target)
         longest = torch.from_numpy(rng.integers(0, max_length + 1, num_rows)).int()
         lengths.copy_(torch.maximum(longest, torch.from_numpy(depths * BLOCK + 1).int()))
-        query.normal_()
+        query.normal_(), own_row.normal_()
         out.fill_(float("nan"))
         graph.replay()
         for row, length in enumerate(lengths.tolist()):
@@ -221,7 +224,7 @@ def test_a_whole_vocabulary_is_sampled_as_on_the_cpu(dtype, truncated, num_rows)
 @pytest.mark.parametrize(("num_tokens", "vocab_size"), [(1, 151936), (300, 151936), (131, 50257)])
 def test_a_whole_vocabulary_is_valued_as_in_float64(num_tokens, vocab_size, ids_shape, softcap):
     from headrace.kernels.head_values import token_values
-    from headrace.trainers.logprobs import plain_token_values
+    from headrace.trainers.whole_head import plain_token_values
 
     spread = 1.0 + 5.0 * torch.rand((num_tokens, 1), device=CUDA)
     logits = torch.randn((num_tokens, vocab_size), device=CUDA) * spread + 15.0

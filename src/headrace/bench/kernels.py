@@ -63,6 +63,7 @@ def decode(model: str, rows: int, length: int, device: torch.device) -> Case:
     copies = max(1, min(32, int(COLD_BYTES // num_bytes)))
     pool, tables = _cache(rows * copies, length, width, device)
     query = torch.randn((rows, num_heads, dim), device=device).bfloat16()
+    own_rows = torch.randn((2, rows, num_kv, dim), device=device).bfloat16()
     out = torch.empty_like(query)
     lengths = torch.full((rows,), length, dtype=torch.int32, device=device)
     workspace = decode_attention.decode_workspace(rows, num_heads, dim, length, device)
@@ -70,7 +71,8 @@ def decode(model: str, rows: int, length: int, device: torch.device) -> Case:
     def launch(copy: int) -> Callable[[], None]:
         slots = torch.arange(copy * rows, (copy + 1) * rows, device=device)
         return lambda: decode_attention.decode_attention(
-            query, pool, tables, slots, lengths, value_dim=dim, scale=dim**-0.5, out_BHE=out, workspace=workspace
+            query, own_rows[0], own_rows[1], pool, tables, slots, lengths, scale=dim**-0.5, out_BHE=out,
+            workspace=workspace,
         )  # fmt: skip
 
     name = f"decode {model} {rows} x {length}"
@@ -87,6 +89,7 @@ def shared_decode(model: str, rows: int, prompt: int, own: int, device: torch.de
     by_group = tables.view(-1, MAX_MEMBERS, tables.shape[1])
     by_group[:, :, : prompt // BLOCK_SIZE] = by_group[:, :1, : prompt // BLOCK_SIZE]
     query = torch.randn((rows, num_heads, dim), device=device).bfloat16()
+    own_rows = torch.randn((2, rows, num_kv, dim), device=device).bfloat16()
     out = torch.empty_like(query)
     order = torch.arange(rows, dtype=torch.int32, device=device)
     lengths = torch.full_like(order, length)
@@ -101,7 +104,7 @@ def shared_decode(model: str, rows: int, prompt: int, own: int, device: torch.de
     def launch(copy: int) -> Callable[[], None]:
         slots = torch.arange(copy * rows, (copy + 1) * rows, device=device)
         return lambda: decode_attention.decode_attention(
-            query, pool, tables, slots, lengths, value_dim=dim, scale=dim**-0.5, shared=shared, out_BHE=out,
+            query, own_rows[0], own_rows[1], pool, tables, slots, lengths, scale=dim**-0.5, shared=shared, out_BHE=out,
             workspace=workspace,
         )  # fmt: skip
 

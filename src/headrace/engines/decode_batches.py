@@ -26,7 +26,7 @@ from headrace.engines.sequences import SlotTable
 from headrace.engines.shared_prompts import SharedPromptFinder, SharedPrompts
 from headrace.kernels.shared_prefixes import SharedPrefixes
 
-_FIELDS = 8
+_FIELDS = 7
 _SHARING_FIELDS = 2
 _NO_SLOTS = np.zeros(0, dtype=np.int64)
 _CLEARLY_QUICKER = 0.98
@@ -63,10 +63,10 @@ class DecodeBatch:
         self.size = size
         num_fields = _FIELDS + _SHARING_FIELDS * sharing
         self.inputs = torch.zeros((num_fields, size), dtype=torch.int64, device=device)
-        self.slots, self.positions, self.places, self.cells, self.seed_keys, self.draws = self.inputs[:6]
-        pairs = self.inputs[6].view(torch.int32)
+        self.slots, self.positions, self.cells, self.seed_keys, self.draws = self.inputs[:5]
+        pairs = self.inputs[5].view(torch.int32)
         self.blocks, self.lengths = pairs[:size], pairs[size:]
-        self.temperatures = self.inputs[7].view(torch.float32)[:size]
+        self.temperatures = self.inputs[6].view(torch.float32)[:size]
         self.shared: SharedPrefixes | None = None
         if sharing:
             self.shared = SharedPrefixes(*_sharing_parts(self.inputs[_FIELDS:].view(torch.int32), size))
@@ -77,19 +77,18 @@ class DecodeBatch:
         size, count, row_blocks = table.block_size, len(slots), state.row_blocks
         host = np.zeros(self.inputs.shape, dtype=np.int64)
         host[0] = state.padding_slot
-        host[3] = state.padding_slot * row_blocks
+        host[2] = state.padding_slot * row_blocks
         at = table.computed[slots]
         column = at // size
         blocks = table.blocks[slots, column]
         host[0, :count], host[1, :count] = slots, at
-        host[2, :count] = blocks * size + at % size
-        host[3, :count] = slots * row_blocks + column
-        host[4, :count] = table.seed_key[slots].view(np.int64)
-        host[5, :count] = table.length[slots] - table.num_prompt[slots]
-        pairs = host[6].view(np.int32)
+        host[2, :count] = slots * row_blocks + column
+        host[3, :count] = table.seed_key[slots].view(np.int64)
+        host[4, :count] = table.length[slots] - table.num_prompt[slots]
+        pairs = host[5].view(np.int32)
         pairs[:count] = blocks
         pairs[self.size : self.size + count] = at + 1
-        temperatures = host[7].view(np.float32)
+        temperatures = host[6].view(np.float32)
         temperatures[: self.size] = 1.0
         temperatures[:count] = table.temperature[slots]
         if self.shared is not None:

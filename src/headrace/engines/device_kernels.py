@@ -24,14 +24,14 @@ from headrace.models.device_attention import LayerOptions
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Rows with one query each."""
+    """Rows with one query each, whose keys and values are the last of their sequences."""
 
     tables: torch.Tensor
     """int32 [slots, blocks], of all slots."""
     slots: torch.Tensor
     """int64 [B], the table of each row."""
     lengths: torch.Tensor
-    """int32 [B], key-value rows each row sees."""
+    """int32 [B], key-value rows each row sees, its own included; 0: padding."""
     shared: SharedPrefixes | None = None
     """Prefixes to be read once for several rows."""
 
@@ -46,6 +46,8 @@ class PieceRows:
     counts: torch.Tensor
     offsets: torch.Tensor
     """Where in the pass each piece begins."""
+    places: torch.Tensor
+    """int64 [T], where each row's key and value belong: block * S + row."""
     max_count: int
 
 
@@ -53,24 +55,16 @@ class Kernels(Protocol):
     sharing_pays_bytes: int
     """Key-value bytes a layer must be spared for shared prefixes to be worth their own launch."""
 
-    def write(
-        self,
-        pool_BSW: torch.Tensor,
-        places_T: torch.Tensor,
-        key_TKD: torch.Tensor,
-        value_TKE: torch.Tensor,
-    ) -> None:
-        """Keys and values to their places (block * S + row)."""
+    def decode(
+        self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, pool_BSW: torch.Tensor,
+        rows: DecodeRows, options: LayerOptions,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention [B, H, E]; keys and values are in the pool afterwards, as with ``prefill``."""
         ...
 
-    def decode(
-        self, query_BHD: torch.Tensor, pool_BSW: torch.Tensor, rows: DecodeRows, options: LayerOptions,
-        value_dim: int,
-    ) -> torch.Tensor: ...  # fmt: skip
-
     def prefill(
-        self, query_THD: torch.Tensor, pool_BSW: torch.Tensor, rows: PieceRows, options: LayerOptions,
-        value_dim: int,
+        self, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, pool_BSW: torch.Tensor,
+        rows: PieceRows, options: LayerOptions,
     ) -> torch.Tensor: ...  # fmt: skip
 
     def sample(
@@ -107,32 +101,25 @@ class TritonKernels:
         self._decoding = decode_attention.decode_workspace(max_rows, num_heads, value_dim, max_length, device)
         self._drawing = sampling.sample_workspace(max_rows, device)
 
-    def write(
-        self,
-        pool_BSW: torch.Tensor,
-        places_T: torch.Tensor,
-        key_TKD: torch.Tensor,
-        value_TKE: torch.Tensor,
-    ) -> None:
-        self._attention.write_rows(pool_BSW, places_T, key_TKD, value_TKE)
-
     def decode(
-        self, query_BHD: torch.Tensor, pool_BSW: torch.Tensor, rows: DecodeRows, options: LayerOptions,
-        value_dim: int,
+        self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, pool_BSW: torch.Tensor,
+        rows: DecodeRows, options: LayerOptions,
     ) -> torch.Tensor:  # fmt: skip
-        out_BHE = query_BHD.new_empty((*query_BHD.shape[:2], value_dim))
+        out_BHE = query_BHD.new_empty((*query_BHD.shape[:2], value_BKE.shape[2]))
         self._decode_attention(
-            query_BHD, pool_BSW, rows.tables, rows.slots, rows.lengths, value_dim=value_dim,
+            query_BHD, key_BKD, value_BKE, pool_BSW, rows.tables, rows.slots, rows.lengths,
             scale=options.scale, window=options.window, softcap=options.softcap, shared=rows.shared,
             out_BHE=out_BHE, workspace=self._decoding,
         )  # fmt: skip
         return out_BHE
 
     def prefill(
-        self, query_THD: torch.Tensor, pool_BSW: torch.Tensor, rows: PieceRows, options: LayerOptions,
-        value_dim: int,
+        self, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, pool_BSW: torch.Tensor,
+        rows: PieceRows, options: LayerOptions,
     ) -> torch.Tensor:  # fmt: skip
+        value_dim = value_TKE.shape[2]
         out_THE = query_THD.new_empty((*query_THD.shape[:2], value_dim))
+        self._attention.write_rows(pool_BSW, rows.places, key_TKD, value_TKE)
         self._attention.prefill_attention(
             query_THD, pool_BSW, rows.tables, row_of_piece=rows.slots, starts=rows.starts, counts=rows.counts,
             offsets=rows.offsets, max_count=rows.max_count, value_dim=value_dim, scale=options.scale,
@@ -163,20 +150,16 @@ class TorchKernels:
 
     sharing_pays_bytes = 1
 
-    def write(
-        self,
-        pool_BSW: torch.Tensor,
-        places_T: torch.Tensor,
-        key_TKD: torch.Tensor,
-        value_TKE: torch.Tensor,
-    ) -> None:
-        rows_TW = torch.cat((key_TKD.flatten(1), value_TKE.flatten(1)), dim=1)
-        pool_BSW.view(-1, pool_BSW.shape[2]).index_copy_(0, places_T, rows_TW.to(pool_BSW.dtype))
-
     def decode(
-        self, query_BHD: torch.Tensor, pool_BSW: torch.Tensor, rows: DecodeRows, options: LayerOptions,
-        value_dim: int,
+        self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, pool_BSW: torch.Tensor,
+        rows: DecodeRows, options: LayerOptions,
     ) -> torch.Tensor:  # fmt: skip
+        size, value_dim = pool_BSW.shape[1], value_BKE.shape[2]
+        at_B = (rows.lengths - 1).clamp(min=0).long()
+        blocks_B = rows.tables[rows.slots, at_B // size].long()
+        # A padding row writes to block 0, which nobody reads.
+        places_B = torch.where(rows.lengths > 0, blocks_B * size + at_B % size, 0)
+        _write(pool_BSW, places_B, key_BKD, value_BKE)
         leaders = {} if options.window is not None else _prefixes(rows)
         out = []
         for row, (slot, length) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
@@ -189,10 +172,12 @@ class TorchKernels:
         return torch.cat(out)
 
     def prefill(
-        self, query_THD: torch.Tensor, pool_BSW: torch.Tensor, rows: PieceRows, options: LayerOptions,
-        value_dim: int,
+        self, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, pool_BSW: torch.Tensor,
+        rows: PieceRows, options: LayerOptions,
     ) -> torch.Tensor:  # fmt: skip
+        value_dim = value_TKE.shape[2]
         out_THE = query_THD.new_zeros((*query_THD.shape[:2], value_dim))
+        _write(pool_BSW, rows.places, key_TKD, value_TKE)
         pieces = (rows.slots, rows.starts, rows.counts, rows.offsets)
         for slot, start, count, offset in zip(*(x.tolist() for x in pieces), strict=True):
             kv_LW = _collected(pool_BSW, rows.tables[slot], start + count)
@@ -222,6 +207,13 @@ class TorchKernels:
 
     def sample_truncated(self, logits_RV: torch.Tensor, rows: TruncatedRows, draws: TruncatedDraws) -> None:
         draw_truncated(logits_RV, rows, draws)
+
+
+def _write(
+    pool_BSW: torch.Tensor, places_T: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor
+) -> None:
+    rows_TW = torch.cat((key_TKD.flatten(1), value_TKE.flatten(1)), dim=1)
+    pool_BSW.view(-1, pool_BSW.shape[2]).index_copy_(0, places_T, rows_TW.to(pool_BSW.dtype))
 
 
 def _prefixes(rows: DecodeRows) -> dict[int, tuple[int, int]]:

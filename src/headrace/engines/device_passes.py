@@ -71,7 +71,7 @@ class DevicePasses:
         state = self.state
         state.tables.view(-1).index_copy_(0, batch.cells, batch.blocks)
         rows = DecodeRows(state.tables, batch.slots, batch.lengths, batch.shared)
-        passing = PoolAttending(state, self._kernels, batch.places, rows)
+        passing = PoolAttending(state, self._kernels, rows)
         logits_RV = self._model.logits(
             state.last_token[batch.slots],
             batch.positions,
@@ -154,9 +154,10 @@ class DevicePasses:
         ) = upload(parts, state.device)
         state.tables[:, :width].index_copy_(0, slots_N, blocks_flat.view(-1, width).int())
         rows = PieceRows(
-            state.tables, slots_N.int(), starts_N.int(), counts_N.int(), offsets_N.int(), int(counts.max())
-        )
-        passing = PoolAttending(state, self._kernels, places_T, rows)
+            state.tables, slots_N.int(), starts_N.int(), counts_N.int(), offsets_N.int(), places_T,
+            int(counts.max()),
+        )  # fmt: skip
+        passing = PoolAttending(state, self._kernels, rows)
         return self._model.logits(
             ids_T, positions_T, passing, None if wanted is None else kept_R, adapters_T=adapters_T
         )

@@ -60,8 +60,6 @@ class PoolAttending:
 
     state: DeviceState
     kernels: Kernels
-    places: torch.Tensor
-    """int64 [T], block * S + row."""
     rows: DecodeRows | PieceRows
 
     @property
@@ -76,8 +74,7 @@ class PoolAttending:
         value_TKE: torch.Tensor,
         options: LayerOptions,
     ) -> torch.Tensor:
-        pool_BSW, value_dim = self.state.pools[layer], value_TKE.shape[2]
-        self.kernels.write(pool_BSW, self.places, key_TKD, value_TKE)
+        given = query_THD, key_TKD, value_TKE, self.state.pools[layer]
         if isinstance(self.rows, DecodeRows):
-            return self.kernels.decode(query_THD, pool_BSW, self.rows, options, value_dim)
-        return self.kernels.prefill(query_THD, pool_BSW, self.rows, options, value_dim)
+            return self.kernels.decode(*given, self.rows, options)
+        return self.kernels.prefill(*given, self.rows, options)

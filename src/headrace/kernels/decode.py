@@ -1,10 +1,11 @@
 """The decode kernel: one query row a sequence against all its key-value rows, split over the chip.
 
 Program (head k, span s, row b) attends the G query heads of key-value head k to one span of the rows that b sees.
-How many spans are really used depends on the row's length: a short row is one span, written straight to the
-output. Otherwise each span leaves a partial result, and the program that is last to do so makes the output of all
-of them, in their order, so that it does not matter which one is last. With SHARED a row's spans begin behind its
-shared prefix, and the first goes on from what ``prefix_kernel`` left of that.
+The row's own key and value, which are not in the pool yet, are the business of its last span: that puts them there and
+counts them in without reading them back. How many spans are really used depends on the row's length: a short row is
+one span, written straight to the output. Otherwise each span leaves a partial result, and the program that is last
+to do so makes the output of all of them, in their order, so that it does not matter which one is last. With SHARED a
+row's spans begin behind its shared prefix, and the first goes on from what ``prefix_kernel`` left of that.
 
 Shape legend: G query heads of a key-value head, P the same padded to a power of two, N key-value rows of a
 tile, D key head dim, E value head dim, C spans.
@@ -17,30 +18,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.kernels.pool import attend_rows
+from headrace.kernels.pool import attend_rows, scaled
 from headrace.kernels.prefix import joined, part_state, rows_of_part
 
 
 @triton.jit
 def spans_of(
-    length,
+    past,
     prefix,
     num_spans,
     WINDOW: tl.constexpr,
     MIN_SPAN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The first key-value row of a query of this length that is read here, the rows of a span, and the number of
-    spans used."""
-    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else prefix
-    span_rows = tl.maximum(tl.cdiv(length - first, num_spans * TILE) * TILE, MIN_SPAN)
-    return first, span_rows, tl.maximum(tl.cdiv(length - first, span_rows), 1)
+    """The first key-value row that is read here of a query with so many ``past`` ones, the rows of a span, and the
+    number of spans used."""
+    first = tl.maximum(past + 1 - WINDOW, 0) if WINDOW > 0 else prefix
+    span_rows = tl.maximum(tl.cdiv(past - first, num_spans * TILE) * TILE, MIN_SPAN)
+    return first, span_rows, tl.maximum(tl.cdiv(past - first, span_rows), 1)
 
 
 # A number that is one, or a multiple of sixteen, would otherwise be a kernel of its own.
 @triton.jit(do_not_specialize=["num_parts"])
 def decode_kernel(
     query,
+    key,
+    value,
     pool,
     tables,
     table_rows,
@@ -56,6 +59,10 @@ def decode_kernel(
     scale,
     query_stride_b,
     query_stride_h,
+    key_stride_b,
+    key_stride_k,
+    value_stride_b,
+    value_stride_k,
     out_stride_b,
     out_stride_h,
     table_stride,
@@ -78,8 +85,8 @@ def decode_kernel(
     num_spans = tl.num_programs(1)
     length = tl.load(lengths + row)
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
-    prefix = tl.load(begins + row) if SHARED else length * 0
-    first, span_rows, num_used = spans_of(length, prefix, num_spans, WINDOW, MIN_SPAN, TILE)
+    prefix, past = tl.load(begins + row) if SHARED else length * 0, tl.maximum(length - 1, 0)
+    first, span_rows, num_used = spans_of(past, prefix, num_spans, WINDOW, MIN_SPAN, TILE)
     if span >= num_used:
         return
 
@@ -88,10 +95,17 @@ def decode_kernel(
     query_at = query + row * query_stride_b + (head * G + heads_P)[:, None] * query_stride_h + dims_D[None, :]
     query_PD = tl.load(query_at, mask=real_P[:, None] & (dims_D < D)[None, :], other=0.0)
     begin = first + span * span_rows
-    end = tl.minimum(begin + span_rows, length)
+    end = tl.minimum(begin + span_rows, past)
+    has_own = (span == num_used - 1) & (length > 0)
+    key_at = key + row * key_stride_b + head * key_stride_k
+    value_at = value + row * value_stride_b + head * value_stride_k
+    key_D = tl.load(key_at + dims_D, mask=has_own & (dims_D < D), other=0.0)
+    # Asked for here and used behind the loop, which hides the wait.
+    value_E = tl.load(value_at + dims_E, mask=has_own & (dims_E < E), other=0.0)
+    own_block = tl.load(table + past // S, mask=has_own, other=0).to(tl.int64)
     line_P, seen = row * K * G + head * G + heads_P, tl.where(span == 0, prefix, 0)
     if SHARED:
-        # Asked for here and used behind the loop, which hides the wait; most prefixes are one part.
+        # So is this; most prefixes are one part.
         known = part_state(0, num_parts, line_P, real_P & (seen > 0), prefix_sums, prefix_stats, E, E_PAD)
     top_P = tl.full([P], float("-inf"), tl.float32)
     total_P = tl.zeros([P], tl.float32)
@@ -100,6 +114,15 @@ def decode_kernel(
         query_PD, pool, table, head, begin, end, top_P, total_P, sum_PE, scale,
         K, D, D_PAD, E, E_PAD, S, SOFTCAP, EXACT, TILE,
     )  # fmt: skip
+    place = pool + (own_block * S + past % S) * (K * (D + E))
+    tl.store(place + head * D + dims_D, key_D, mask=has_own & (dims_D < D))
+    tl.store(place + K * D + head * E + dims_E, value_E, mask=has_own & (dims_E < E))
+    raw_P = tl.sum(query_PD.to(tl.float32) * key_D[None, :].to(tl.float32), axis=1)
+    own_P = tl.where(has_own, scaled(raw_P, scale, SOFTCAP), float("-inf"))
+    value_PE = tl.zeros([P, E_PAD], tl.float32) + value_E[None, :].to(tl.float32)
+    top_P, total_P, sum_PE = joined(
+        top_P, total_P, sum_PE, own_P, tl.where(own_P > float("-inf"), 1.0, 0.0), value_PE
+    )
     if SHARED:
         top_P, total_P, sum_PE = joined(top_P, total_P, sum_PE, known[0], known[1], known[2])
         for part in range(1, tl.cdiv(seen, tl.maximum(rows_of_part(prefix, num_parts), 1))):

@@ -1,7 +1,8 @@
 """Decode attention over key-value rows kept in blocks: one query row a sequence, as launches a CUDA graph can hold.
 
-In: queries of a pass, the pool of one layer, block tables and how many rows each query sees, all on the device.
-Out: written into a tensor the caller owns. Grids depend on shapes and static limits alone.
+In: queries, keys and values of a pass, the pool of one layer, block tables and how many rows each query sees, all on
+the device. Out: written into a tensor the caller owns; keys and values are in the pool then. Grids depend on shapes
+and static limits alone.
 
 Rows that share a prefix may have it read once for all of them: a first kernel attends them to the prefix
 together and leaves what it found in the workspace, where the decode kernel takes it up.
@@ -92,12 +93,13 @@ def decode_workspace(
 
 def decode_attention(
     query_BHD: torch.Tensor,
+    key_BKD: torch.Tensor,
+    value_BKE: torch.Tensor,
     pool_BSW: torch.Tensor,
     tables: torch.Tensor,
     table_rows_B: torch.Tensor,
     lengths_B: torch.Tensor,
     *,
-    value_dim: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -106,10 +108,11 @@ def decode_attention(
     workspace: DecodeWorkspace,
 ) -> None:
     """One query row a sequence. ``tables`` (int32 [slots, blocks]) is read at ``table_rows_B``;
-    ``lengths_B`` (int32) counts the key-value rows a query sees, 0 for a padding row, which gets zeros. Prefixes
-    that are ``shared`` are read once a piece, unless a window makes them short anyway."""
+    ``lengths_B`` (int32) counts the key-value rows a query sees, of which the last are ``key_BKD`` and ``value_BKE``;
+    it is 0 for a padding row, which gets zeros. Prefixes that are ``shared`` are read once a piece, unless a window
+    makes them short anyway."""
     num_rows, num_heads, key_dim = query_BHD.shape
-    num_kv_heads = pool_BSW.shape[2] // (key_dim + value_dim)
+    num_kv_heads, value_dim = value_BKE.shape[1:]
     num_spans = workspace.num_spans(num_rows * num_kv_heads)
     group = num_heads // num_kv_heads
     shared = None if window else shared
@@ -134,6 +137,8 @@ def decode_attention(
     begins_B = lengths_B if shared is None else shared.begins
     decode_kernel[(num_kv_heads, num_spans, num_rows)](
         query_BHD,
+        key_BKD,
+        value_BKE,
         pool_BSW,
         tables,
         table_rows_B,
@@ -149,6 +154,10 @@ def decode_attention(
         scale,
         query_BHD.stride(0),
         query_BHD.stride(1),
+        key_BKD.stride(0),
+        key_BKD.stride(1),
+        value_BKE.stride(0),
+        value_BKE.stride(1),
         out_BHE.stride(0),
         out_BHE.stride(1),
         tables.stride(0),

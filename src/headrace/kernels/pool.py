@@ -51,14 +51,19 @@ def product(a, b, EXACT: tl.constexpr):
 @triton.jit
 def score(query_MD, key_ND, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
     """[M, N], in units of log2, so that a weight is ``exp2`` of it."""
-    raw_MN = product(query_MD, tl.trans(key_ND), EXACT)
+    return scaled(product(query_MD, tl.trans(key_ND), EXACT), scale, SOFTCAP)
+
+
+@triton.jit
+def scaled(raw, scale, SOFTCAP: tl.constexpr):
+    """Products of queries and keys as scores."""
     if SOFTCAP > 0.0:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which saturates rightly when exp overflows.
-        grown_MN = tl.exp2(raw_MN * (scale * (2.0 / SOFTCAP) * LOG2_E))
-        scores_MN = (1.0 - 2.0 / (grown_MN + 1.0)) * (SOFTCAP * LOG2_E)
+        grown = tl.exp2(raw * (scale * (2.0 / SOFTCAP) * LOG2_E))
+        scores = (1.0 - 2.0 / (grown + 1.0)) * (SOFTCAP * LOG2_E)
     else:
-        scores_MN = raw_MN * (scale * LOG2_E)
-    return scores_MN
+        scores = raw * (scale * LOG2_E)
+    return scores
 
 
 @triton.jit

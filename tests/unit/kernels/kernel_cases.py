@@ -77,6 +77,19 @@ def make_cache(heads: Heads, lengths: list[int], generator: torch.Generator) -> 
     return Cache(pool_BSW.to(DEVICE), tables.to(DEVICE), keys, values)
 
 
+def take_last(cache: Cache, heads: Heads, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the last rows of sequences of these lengths (0: zeros), gone from the pool."""
+    rows_BW = torch.zeros((len(lengths), heads.width), dtype=heads.dtype, device=DEVICE)
+    for sequence, length in enumerate(lengths):
+        if length:
+            block = cache.tables[sequence, (length - 1) // heads.block_size]
+            place = cache.pool_BSW[block, (length - 1) % heads.block_size]
+            rows_BW[sequence] = place
+            place.fill_(float("nan"))
+    key_BW, value_BW = rows_BW.tensor_split([heads.num_kv * heads.key_dim], dim=1)
+    return key_BW.unflatten(1, (heads.num_kv, -1)), value_BW.unflatten(1, (heads.num_kv, -1))
+
+
 def attend(
     query_THD: torch.Tensor,
     key_LKD: torch.Tensor,

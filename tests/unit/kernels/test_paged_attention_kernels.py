@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import DEVICE, HALF, TOLERANCE, Heads, attend, make_cache, relative_error, require_kernels
+from kernel_cases import (
+    DEVICE,
+    HALF,
+    TOLERANCE,
+    Heads,
+    attend,
+    make_cache,
+    relative_error,
+    require_kernels,
+    take_last,
+)
 
 require_kernels()
 
@@ -27,17 +37,23 @@ def decode(heads, lengths, *, seed=0, workspace=None, **options):
     out = poisoned(len(lengths), heads.num, heads.value_dim, dtype=heads.dtype)
     workspace = workspace or decode_workspace(len(lengths), heads.num, heads.value_dim, 4096, DEVICE)
     scale = heads.key_dim**-0.5
+    whole = cache.pool_BSW.clone()
+    key, value = take_last(cache, heads, lengths)
     decode_attention(
         query.to(DEVICE),
+        key[order.to(DEVICE)],
+        value[order.to(DEVICE)],
         cache.pool_BSW,
         cache.tables,
         order.to(DEVICE),
         torch.tensor(lengths, dtype=torch.int32)[order].to(DEVICE),
-        value_dim=heads.value_dim,
         scale=scale,
         out_BHE=out,
         workspace=workspace,
         **options,
+    )
+    assert torch.equal(cache.pool_BSW.nan_to_num(7.0), whole.nan_to_num(7.0)), (
+        "keys and values in their places"
     )
     expected = torch.zeros(out.shape, dtype=torch.float64)
     for row, sequence in enumerate(order.tolist()):
@@ -85,15 +101,16 @@ def test_padding_rows_decode_to_zeros():
     out = poisoned(2, 7, 32, dtype=FP32)
     decode_attention(
         torch.randn((2, 7, 32), device=DEVICE),
-        poisoned(2, 16, heads.width, dtype=FP32),
+        *torch.randn((2, 2, 1, 32), device=DEVICE),
+        pool := poisoned(2, 16, heads.width, dtype=FP32),
         torch.zeros((1, 4), dtype=torch.int32, device=DEVICE),
         torch.zeros(2, dtype=torch.int64, device=DEVICE),
         torch.zeros(2, dtype=torch.int32, device=DEVICE),
-        value_dim=32,
         scale=1.0,
         out_BHE=out,
         workspace=decode_workspace(2, 7, 32, 64, DEVICE),
     )
+    assert bool(pool.isnan().all())
     assert torch.equal(out.cpu(), torch.zeros(2, 7, 32))
 
 

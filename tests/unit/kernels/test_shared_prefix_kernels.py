@@ -14,6 +14,7 @@ from kernel_cases import (
     relative_error,
     require_kernels,
     share_prefix,
+    take_last,
 )
 
 require_kernels()
@@ -55,18 +56,24 @@ def decode(heads, lengths, pieces, *, seed=0, workspace=None, **options):
     )
     workspace = workspace or decode_workspace(len(lengths), heads.num, heads.value_dim, max(lengths), DEVICE)
     scale = heads.key_dim**-0.5
+    whole = cache.pool_BSW.clone()
+    key, value = take_last(cache, heads, lengths)
     decode_attention(
         query.to(DEVICE),
+        key[order.to(DEVICE)],
+        value[order.to(DEVICE)],
         cache.pool_BSW,
         cache.tables,
         order.to(DEVICE),
         torch.tensor(lengths, dtype=torch.int32)[order].to(DEVICE),
-        value_dim=heads.value_dim,
         scale=scale,
         shared=shared_prefixes(len(lengths), [([row_of[s] for s in piece], n) for piece, n in pieces]),
         out_BHE=out,
         workspace=workspace,
         **options,
+    )
+    assert torch.equal(cache.pool_BSW.nan_to_num(7.0), whole.nan_to_num(7.0)), (
+        "keys and values in their places"
     )
     expected = torch.zeros(out.shape, dtype=torch.float64)
     for row, sequence in enumerate(order.tolist()):
