@@ -205,8 +205,8 @@ def _settings(
             "rollout.groups_per_step": workload.num_groups,
             "rollout.max_tokens": workload.completion_tokens,
             "rollout.drop_zero_variance": False,
-            # What a step needs, prompts once a group, and a little over: the rest is the trainer's.
-            "engine.kv_tokens": _kv_tokens(workload, max_lag),
+            # What a step's samples need, prompts once a group, and a little over: the rest is the trainer's.
+            "engine.kv_tokens": _kv_tokens(workload),
             "trainer.learning_rate": 1e-6,
             "trainer.row_tokens": row_tokens,
             "trainer.offload": offload,
@@ -214,9 +214,9 @@ def _settings(
     )
 
 
-def _kv_tokens(workload: StepWorkload, max_lag: int) -> int:
+def _kv_tokens(workload: StepWorkload) -> int:
     completions = workload.group_size * (workload.completion_tokens + 32)
-    return (1 + max_lag) * workload.num_groups * (workload.prompt_tokens + completions)
+    return workload.num_groups * (workload.prompt_tokens + completions)
 
 
 async def _train(

@@ -30,6 +30,8 @@ from headrace.types import Sample, SamplingMask, TeacherScores
 NO_PARENT = -1
 MIN_SAVING = 0.04
 """Share of the tokens below which sharing does not pay: it costs a second attention call per layer."""
+ROW_COST = 384
+"""Tokens that could be computed in the time a row takes besides its own: all its gradients are added to the others'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,17 +238,29 @@ def _prefix_tokens(sample: Sample) -> int:
 def _assign(
     bundles: Sequence[Bundle], lengths: Sequence[int], *, row_tokens: int, balance_tokens: int
 ) -> list[list[Bundle]]:
-    """Bundles by row: the costliest into the cheapest row that has room. One that fits nowhere is divided
-    where a row can take a part of it: to repeat a prefix is cheaper than to leave the row's end empty."""
-    open_rows = _OpenRows(lengths, row_tokens, balance_tokens)
-    open_rows.add(_num_rows(bundles, lengths, row_tokens))
-    waiting = [(-bundle.num_tokens(lengths), bundle.indices, bundle) for bundle in bundles]
+    """Bundles by row, all whole, or some divided over rows that their parts fill up, whichever costs less: a divided
+    bundle's prefix is computed once more, and whole ones may need more rows."""
+    ways = (False, True) if any(bundle.prefix for bundle in bundles) else (False,)
+    found = [
+        _fill(_OpenRows(lengths, row_tokens, balance_tokens), bundles, dividing=dividing) for dividing in ways
+    ]
+
+    def cost(rows: Sequence[Sequence[Bundle]]) -> int:
+        return ROW_COST * len(rows) + sum(bundle.num_tokens(lengths) for row in rows for bundle in row)
+
+    return min(found, key=cost)
+
+
+def _fill(open_rows: _OpenRows, bundles: Sequence[Bundle], *, dividing: bool) -> list[list[Bundle]]:
+    """The costliest into the cheapest row that has room."""
+    open_rows.open_for(bundles, dividing=dividing)
+    waiting = [(-open_rows.size(bundle), bundle.indices, bundle) for bundle in bundles]
     heapq.heapify(waiting)
     while waiting:
         _, _, bundle = heapq.heappop(waiting)
-        rest = open_rows.place(bundle)
+        rest = open_rows.place(bundle, dividing=dividing)
         if rest is not None:
-            heapq.heappush(waiting, (-rest.num_tokens(lengths), rest.indices, rest))
+            heapq.heappush(waiting, (-open_rows.size(rest), rest.indices, rest))
     rows = [sorted(row, key=lambda bundle: bundle.indices) for row in open_rows.rows if row]
     return sorted(rows, key=lambda row: row[0].indices)
 
@@ -260,20 +274,29 @@ class _OpenRows:
         self._costs: list[float] = []
         self._lengths, self._row_tokens, self._balance_tokens = lengths, row_tokens, balance_tokens
 
+    def size(self, bundle: Bundle) -> int:
+        return bundle.num_tokens(self._lengths)
+
+    def open_for(self, bundles: Sequence[Bundle], *, dividing: bool) -> None:
+        """As many rows as first-fit decreasing needs, or, where bundles are divided, as many as their tokens fill."""
+        sizes = sorted(map(self.size, bundles), reverse=True)
+        filled = math.ceil(sum(sizes) / self._row_tokens)
+        self.add(filled if dividing else _first_fit_rows(sizes, self._row_tokens))
+
     def add(self, count: int = 1) -> None:
         self.rows += [[] for _ in range(count)]
         self._rooms += [self._row_tokens] * count
         self._costs += [0.0] * count
 
-    def place(self, bundle: Bundle) -> Bundle | None:
+    def place(self, bundle: Bundle, *, dividing: bool) -> Bundle | None:
         """Put a bundle, or a part of it, into a row; returns the rest."""
-        size = bundle.num_tokens(self._lengths)
+        size = self.size(bundle)
         fitting = [r for r, room in enumerate(self._rooms) if not self.rows[r] or room >= size]
         if fitting:
             self._put(min(fitting, key=lambda r: (self._costs[r], r)), bundle)
             return None
         roomiest = max(range(len(self._rooms)), key=lambda r: (self._rooms[r], -r))
-        part, rest = bundle.divide(self._lengths, self._rooms[roomiest])
+        part, rest = bundle.divide(self._lengths, self._rooms[roomiest]) if dividing else (None, bundle)
         if part is None:
             self.add()
             self._put(len(self.rows) - 1, bundle)
@@ -282,19 +305,10 @@ class _OpenRows:
         return rest
 
     def _put(self, row: int, bundle: Bundle) -> None:
-        size = bundle.num_tokens(self._lengths)
+        size = self.size(bundle)
         self.rows[row].append(bundle)
         self._rooms[row] -= size
         self._costs[row] += size + sum(self._lengths[i] ** 2 for i in bundle.indices) / self._balance_tokens
-
-
-def _num_rows(bundles: Sequence[Bundle], lengths: Sequence[int], row_tokens: int) -> int:
-    """Rows to begin with: as many as first-fit decreasing needs, or, where bundles can be divided, as many as
-    their tokens fill."""
-    sizes = [bundle.num_tokens(lengths) for bundle in bundles]
-    if any(bundle.prefix for bundle in bundles):
-        return math.ceil(sum(sizes) / row_tokens)
-    return _first_fit_rows(sorted(sizes, reverse=True), row_tokens)
 
 
 def _first_fit_rows(lengths: Sequence[int], row_tokens: int) -> int:

@@ -154,3 +154,12 @@ def test_groups_are_divided_rather_than_rows_left_half_empty() -> None:
     # A whole group takes 432 tokens: six rows of 800 would hold one each, and four can hold them all.
     rows = pack(samples, row_tokens=800, share_prefixes=True)
     assert len(rows) == 4 and sum(row.num_tokens for row in rows) == 6 * 432 + 2 * 24
+
+
+def test_groups_stay_whole_where_repeating_prompts_costs_more_than_a_few_rows() -> None:
+    samples = [attempt(group, number, 601, 50) for group in range(8) for number in range(8)]
+    # A whole group takes 1008 tokens. Four rows of 2500 could hold them all, if four groups' prompts came twice.
+    rows = pack(samples, row_tokens=2500, share_prefixes=True)
+    assert [row.num_tokens for row in rows] == [2 * 1008] * 4
+    rows = pack(samples, row_tokens=1500, share_prefixes=True)
+    assert [row.num_tokens for row in rows] == [1008] * 8
