@@ -66,6 +66,7 @@ def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
         quorum=rollout.quorum,
         staleness=rollout.staleness,
         advantage=settings.algo.advantage,
+        rae_decay=algo.get("rae.decay", 0.95),
         reward_weights=settings.reward.weights,
         drop_zero_variance=rollout.drop_zero_variance,
         overlong_buffer_tokens=algo["overlong.tokens"],

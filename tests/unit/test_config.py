@@ -220,7 +220,7 @@ def test_a_name_that_has_moved_says_where_to(name):
     [
         (
             "algo.options",
-            ["algo.kl_coef=0.1", "scoring.process=judge:steps"],
+            ["algo.advantage=rae", "algo.kl_coef=0.1", "scoring.process=judge:steps"],
             [p for p in PARAMETERS if p.owner in ("truncated", "guard", *OF_A_RUN)],
         ),
         ("pivots.options", ["pivots.branches=4"], PIVOT_PARAMETERS),
@@ -346,6 +346,13 @@ def test_syntax_error_names_the_line(tmp_path):
             ["rollout.group_size=1", "algo.advantage=reinforce++", "rollout.drop_zero_variance=true"],
             ["rollout.drop_zero_variance"],
         ),
+        (
+            ["algo.advantage=rae", "rollout.drop_zero_variance=true"],
+            ["rollout.drop_zero_variance", "earlier steps"],
+        ),
+        (["algo.advantage=rae", "pivots.branches=4"], ["pivots.branches is 4", "algo.advantage = rae"]),
+        (["algo.advantage=rae", "algo.options.rae.decay=1"], ["rae.decay", "below 1"]),
+        (["algo.options.rae.decay=0.9"], ["rae.decay", "rae is not in use"]),
         (["rollout.over_provision=2.5"], ["rollout.over_provision", "at most 2", "rollout.max_lag to 2"]),
         (["rollout.over_provision=1.1", "rollout.max_lag=0"], ["rollout.over_provision", "at most 1"]),
         (["rollout.quorum=0.8", "rollout.max_lag=0"], ["rollout.quorum", "rollout.max_lag to 1"]),

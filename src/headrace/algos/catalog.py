@@ -225,6 +225,9 @@ CORRECTIONS: dict[str, CorrectionEntry] = {
 
 OTHER_PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
+        "rae.decay", 0.95, "share of the running mean that each attempt's return leaves; below 1", at_least=0
+    ),
+    Parameter(
         "truncated.mode",
         "keep",
         "completions cut off at the length limit: `keep` them, `mask` them (not trained on, not counted), or "
@@ -281,7 +284,7 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
         "process.weight", 1.0, "factor of the steps' advantages, which are added to the outcome's", at_least=0
     ),
 )
-OF_A_RUN: tuple[str, ...] = ("overlong", "kl", "balance", "process")
+OF_A_RUN: tuple[str, ...] = ("rae", "overlong", "kl", "balance", "process")
 """Owners of parameters that are no part of a loss with its corrections: who builds a run reads them."""
 
 PARAMETERS: tuple[Parameter, ...] = (

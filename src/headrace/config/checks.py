@@ -83,12 +83,27 @@ def _groups(s: Settings) -> Iterator[str]:
     if s.algo.advantage in _COMPARES_ATTEMPTS:
         yield (
             f"rollout.group_size is 1, but algo.advantage = {s.algo.advantage} compares the attempts of a "
-            "group: set rollout.group_size to 2 or more, or algo.advantage = reinforce++."
+            "group: set rollout.group_size to 2 or more, or algo.advantage = reinforce++ or rae."
         )
     if s.rollout.drop_zero_variance:
         yield (
             "rollout.drop_zero_variance would drop every group of one attempt: set rollout.group_size to 2 "
             "or more, or rollout.drop_zero_variance = false."
+        )
+
+
+def _running_mean(s: Settings) -> Iterator[str]:
+    if s.algo.advantage != "rae":
+        return
+    if s.rollout.drop_zero_variance:
+        yield (
+            "rollout.drop_zero_variance would do nothing: algo.advantage = rae compares with earlier steps, so "
+            "attempts that ended alike still count; leave it out."
+        )
+    if s.pivots.branches:
+        yield (
+            f"pivots.branches is {s.pivots.branches}, but algo.advantage = rae compares with what whole attempts "
+            "earned, not those that go on from a pivot: set pivots.branches = 0, or another algo.advantage."
         )
 
 
@@ -325,5 +340,5 @@ def _lora(s: Settings) -> Iterator[str]:
 _Rule = Callable[["Settings"], Iterator[str]]
 _ALWAYS: tuple[_Rule, ...] = (_tasks, _reward, _scoring, _engine)
 _TRAINING: tuple[_Rule, ...] = (
-    _sampling, _groups, _stragglers, _batch, _ranks, _composition, _distill, _pivots, _lora,
+    _sampling, _groups, _running_mean, _stragglers, _batch, _ranks, _composition, _distill, _pivots, _lora,
 )  # fmt: skip

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 def used_beside_the_loss(settings: Settings) -> tuple[str, ...]:
     """Owners of parameters in ``algo.options`` that are no part of the loss."""
-    sometimes = {"kl": settings.algo.kl_coef > 0, "process": settings.scoring.process is not None}
+    sometimes = {
+        "rae": settings.algo.advantage == "rae",
+        "kl": settings.algo.kl_coef > 0,
+        "process": settings.scoring.process is not None,
+    }
     return tuple(owner for owner in OF_A_RUN if sometimes.get(owner, True))
 
 

@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 import numpy as np
 
-from headrace.algos.advantages import BATCH_SCALED, BATCH_WHITENED, scale_by_returns, whiten
+from headrace.algos.advantages import BATCH_SCALED, BATCH_WHITENED, RUNNING, scale_by_returns, whiten
+from headrace.algos.running_means import folded, over_means
 from headrace.data.samples import NEVER_SAMPLED, oldest_versions
 from headrace.runtime.buffer import ReadyGroup
 from headrace.runtime.parts import is_late
 from headrace.types import Sample, TrainBatch
 
 
-def make_batch(groups: Sequence[ReadyGroup], *, step: int, version: int, advantage: str) -> TrainBatch:
-    """Ordered by (group, attempt), whatever order the groups arrived in."""
+def make_batch(
+    groups: Sequence[ReadyGroup],
+    *,
+    step: int,
+    version: int,
+    advantage: str,
+    means: Mapping[str, float] | None = None,
+) -> TrainBatch:
+    """Ordered by (group, attempt), whatever order the groups arrived in. ``means``: the running means of before the
+    step, by agent."""
     ordered = sorted(groups, key=lambda group: group.group)
     samples = [
         sample
         # Branches are compared with each other alone, here as in their groups.
         for kind in (False, True)
-        for sample in _finished([group for group in ordered if group.is_branch == kind], advantage)
+        for sample in _finished(
+            [group for group in ordered if group.is_branch == kind], advantage, means or {}
+        )
     ]
     samples.sort(key=attrgetter("group", "attempt"))
     return TrainBatch(step=step, version=version, samples=tuple(samples))
 
 
-def _finished(groups: Sequence[ReadyGroup], advantage: str) -> Sequence[Sample]:
-    """The samples of these groups, with what an advantage takes from the whole batch."""
+def means_after(
+    means: Mapping[str, float], groups: Sequence[ReadyGroup], *, decay: float
+) -> dict[str, float]:
+    """The running means once these groups are trained, folded in by (group, attempt)."""
+    ordered = sorted(groups, key=lambda group: group.group)
+    return folded(means, [pair for group in ordered for pair in group.earned], decay=decay)
+
+
+def _finished(groups: Sequence[ReadyGroup], advantage: str, means: Mapping[str, float]) -> Sequence[Sample]:
+    """The samples of these groups, with what an advantage takes from the whole batch or from earlier ones."""
     samples = tuple(sample for group in groups for sample in group.samples)
     if not samples:
         return ()
+    if advantage in RUNNING:
+        samples = over_means(samples, [agent for group in groups for agent in group.agents], means)
     if advantage in BATCH_WHITENED:
         samples = whiten(samples)
     if advantage in BATCH_SCALED:

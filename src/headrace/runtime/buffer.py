@@ -28,6 +28,10 @@ class ReadyGroup:
     mean_return: float
     returns: tuple[float, ...] = ()
     """Of each attempt."""
+    agents: tuple[str, ...] = ()
+    """Whose each sample is, where a running mean is kept for each agent."""
+    earned: tuple[tuple[str, float], ...] = ()
+    """(agent, return) of each attempt, once for each agent that took part; likewise."""
     is_branch: bool = False
     """It rides along with a step, beyond its ``groups_per_step`` groups."""
 

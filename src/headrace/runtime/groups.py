@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from headrace.algos.advantages import ADVANTAGES, against_frozen, is_zero_variance, overlong_penalty
+from headrace.algos.advantages import ADVANTAGES, RUNNING, against_frozen, is_zero_variance, overlong_penalty
 from headrace.algos.process import trajectory_advantages
 from headrace.data.kept_limits import record_fault
 from headrace.data.returns import weighted_return
-from headrace.data.samples import build_samples
+from headrace.data.samples import agent_of, agents, build_samples
 from headrace.data.steps import trajectory_steps
 from headrace.errors import CheckpointError, InvariantError, PromptTooLongError, RoleError, WeightSyncError
 from headrace.protocols import Environment
@@ -303,6 +303,9 @@ class GroupRunner:
         return returns
 
     def _tells_nothing(self, live: LiveGroup, returns: Sequence[float]) -> bool:
+        # Against earlier steps equal attempts are not equal to nothing.
+        if self._plan.advantage in RUNNING:
+            return False
         # Steps that were judged tell attempts apart which ended alike.
         unjudged = self._process is None or not live.columns.get(self._process.name)
         return unjudged and is_zero_variance(np.array(returns))
@@ -370,10 +373,24 @@ def ready_group(plan: RunPlan, scored: EpisodeGroup, advantages: Any = None) -> 
     return ReadyGroup(
         group=scored.group,
         samples=tuple([replace(s, component="pivot") for s in samples]) if is_branch else samples,
+        agents=tuple(agents(scored.episodes)) if plan.advantage in RUNNING else (),
+        earned=_earned(scored) if plan.advantage in RUNNING else (),
         is_branch=is_branch,
         oldest_version=scored.oldest_version,
         mean_return=sum(scored.returns) / len(scored.returns),
         returns=scored.returns,
+    )
+
+
+def _earned(scored: EpisodeGroup) -> tuple[tuple[str, float], ...]:
+    """What each attempt brought each agent that took part in it: the return is the attempt's."""
+    pairs = zip(scored.episodes, scored.returns, strict=True)
+    return tuple(
+        [
+            (agent, value)
+            for episode, value in sorted(pairs, key=lambda pair: pair[0].attempt)
+            for agent in dict.fromkeys(agent_of(episode.task, t) for t in episode.trajectories if t.trainable)
+        ]
     )
 
 

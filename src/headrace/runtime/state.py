@@ -17,7 +17,8 @@ killed controller knew is what its successor reads back. The record kinds:
     explored {depth, success}                      how a branch group that began at this depth ended
     drop     {group, reason, detail}               a group ends untrained
     take     {step, groups}                        a step begins to train these groups
-    trained  {step, version, groups}               ... and has; its slots are held until the weights arrive
+    trained  {step, version, groups, means}        ... and has; its slots are held until the weights arrive. ``means``,
+                                                   where running means are kept: those the next step compares with
 
 In the last three a group that was released with a quorum of its attempts is named by its part (``parts``).
 """
@@ -139,6 +140,8 @@ class RunState:
     next_group: int = 0
     num_trained_groups: int = 0
     """Branch groups not counted."""
+    means: dict[str, float] = field(default_factory=dict)
+    """Running mean of what each agent earned, where the advantage compares with it."""
     pivots: PivotMemory = field(default_factory=PivotMemory)
     ledger: AttemptLedger = field(default_factory=AttemptLedger)
     groups: dict[int, LiveGroup] = field(default_factory=dict)
@@ -168,6 +171,7 @@ class RunState:
             "version": self.version,
             "next_group": self.next_group,
             "num_trained_groups": self.num_trained_groups,
+            "means": dict(self.means),
             "pivots": self.pivots.snapshot(),
             "missing_scores": dict(self.missing_scores),
             "asked_again": dict(self.asked_again),
@@ -380,6 +384,7 @@ def _take(state: RunState, r: dict[str, Any]) -> None:
 
 def _trained(state: RunState, r: dict[str, Any]) -> None:
     state.step, state.version = r["step"], r["version"]
+    state.means = dict(r.get("means", state.means))
     for part in r["groups"]:
         live = state.live_part(part)
         state.ledger.move(live.group, live.attempts(part), "training", "trained")
