@@ -76,6 +76,12 @@ LOSSES: dict[str, LossEntry] = {
             Parameter("sapo.tau_neg", 1.05, "tau where A <= 0", above=0),
         ),
     ),
+    "gipo": LossEntry(
+        "-sg(exp(-(log u)^2 / (2 sigma^2))) u A",
+        "arXiv 2603.03955",
+        "any weight",
+        parameters=(Parameter("gipo.sigma", 1.0, "width of the weight in the log of the ratio", above=0),),
+    ),
     "aspo": LossEntry(
         "-sg(min(w, cap)) A log policy, w = 1/u where A > 0, else u; PPO's clip leaves tokens out",
         "arXiv 2510.06062",

@@ -200,7 +200,7 @@ class AlgoSettings(Section):
     """Baseline and scale: group mean and deviation, group mean only, mean of the others, whole batch, group mean and
     itself, group mean and the batch's deviation, a running mean of the agent's own rewards."""
     loss: Literal[
-        "ppo", "gspo", "gmpo", "cispo", "sapo", "aspo", "decoupled", "aipo", "dppo-tv", "vespo", "dro"
+        "ppo", "gspo", "gmpo", "cispo", "sapo", "gipo", "aspo", "decoupled", "aipo", "dppo-tv", "vespo", "dro"
     ] = "ppo"
     """`ppo` with the two clips below is also DAPO's; `decoupled` clips against the policy at the start of
     the step; `docs/losses.md` has the formulas."""
