@@ -1,4 +1,4 @@
-"""Losses that weigh each token's policy gradient instead of clipping it away: CISPO, GIPO, AIPO, DPPO, VESPO and others.
+"""Losses that weigh each token's policy gradient instead of clipping it away: CISPO, GIPO, AIPO, VESPO and others.
 
 Legend: T loss tokens of one row.
 """
