@@ -31,7 +31,7 @@ from headrace.launch.inline import InlineCluster
 from headrace.launch.local import LocalCluster, LocalLauncher, RoleSpec
 from headrace.launch.role_methods import RoleKind
 from headrace.model_paths import found_model
-from headrace.protocols import Scorer, TaskSource
+from headrace.protocols import Environment, Scorer, TaskSource
 from headrace.runtime.plan import ProcessPlan, RunPlan
 from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.merged import MergedScorer
@@ -165,8 +165,10 @@ def sampling(settings: Settings, renderer: Renderer) -> Sampling:
     )
 
 
-def environment(settings: Settings, renderer: Renderer) -> SingleTurn:
-    return SingleTurn(renderer, sampling(settings, renderer))
+def environment(
+    settings: Settings, renderer: Renderer, make: Callable[[Renderer, Sampling], Environment] = SingleTurn
+) -> Environment:
+    return make(renderer, sampling(settings, renderer))
 
 
 def task_source(settings: Settings, given: Any = None) -> TaskSource:

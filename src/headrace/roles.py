@@ -111,6 +111,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         kl_coef=a.kl_coef,
         keep_reference=parameters.get("kl.reference") != "engine",
         balance_coef=parameters["balance.coef"],
+        echo_coef=parameters["echo.coef"],
         routing=a.routing,
         pivot_weight=pivot_parameters(settings)["weight"],
         learning_rate=t.learning_rate,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import headrace
 from headrace import demo
+from headrace.errors import ConfigError
+from headrace.types import Trajectory
 
 SMALL = {
     "run.steps": 6,
@@ -57,3 +60,41 @@ def test_a_run_on_running_means_that_dies_goes_on_with_the_same_ones(settings, d
     assert means[1] is None and means[6] > 0
     assert {s["step"]: s.get("baseline_policy") for s in steps(resumed)}.items() <= means.items()
     assert same_weights(resumed, whole)
+
+
+class Echoing:
+    """Two turns: whatever was sampled, the environment answers with the task's own prompt, and asks again."""
+
+    def __init__(self, renderer, sampling):
+        self._renderer, self._sampling = renderer, sampling
+
+    async def run(self, task, policy):
+        shown = self._renderer.prompt_ids(task)
+        first = await policy.sample(shown, self._sampling)
+        again = np.concatenate([shown, first.completion.token_ids, shown]).astype(np.int32)
+        second = await policy.sample(again, self._sampling)
+        text = self._renderer.decode(second.completion.token_ids)
+        return (Trajectory(turns=(first, second), text=text),)
+
+
+ECHO = {"algo.options": {"echo.coef": 0.1}, "rollout.max_tokens": 6}
+
+
+def test_an_environments_answers_are_trained_on_and_the_run_survives_a_kill(settings, die_after):
+    settings = {**settings, **ECHO}
+    whole = train({**settings, "run.name": "whole"}, environment=Echoing)
+    die_after(5, lambda: train(settings, environment=Echoing))
+    resumed = headrace.train(tasks=demo.tasks(64), reward=letters, environment=Echoing, resume="runs/run")
+    assert same_weights(resumed, whole)
+    without = train({**settings, "algo.options": {}, "run.name": "without"}, environment=Echoing)
+    assert not same_weights(without, whole)
+    (told, *_), (plain, *_) = (steps(result) for result in (whole, without))
+    assert told["metrics"]["environment_tokens"] > 0 and told["metrics"]["environment_loss"] > 0
+    # The first step starts from the same weights, and what is told of the sampled tokens is the same to the last bit.
+    both = plain["metrics"].keys() - {"loss", "grad_norm"}
+    assert {name: told["metrics"][name] for name in both} == {name: plain["metrics"][name] for name in both}
+
+
+def test_one_turn_has_no_answers_and_is_refused(settings):
+    with pytest.raises(ConfigError, match="attempts of one turn"):
+        train({**settings, **ECHO})

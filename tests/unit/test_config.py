@@ -353,6 +353,10 @@ def test_syntax_error_names_the_line(tmp_path):
         (["algo.advantage=rae", "pivots.branches=4"], ["pivots.branches is 4", "algo.advantage = rae"]),
         (["algo.advantage=rae", "algo.options.rae.decay=1"], ["rae.decay", "below 1"]),
         (["algo.options.rae.decay=0.9"], ["rae.decay", "rae is not in use"]),
+        (
+            ["algo.options.echo.coef=0.1", "distill.teachers={a = 'x'}", "distill.divergence=forward"],
+            ["echo.coef", "distill.divergence = sampled"],
+        ),
         (["rollout.over_provision=2.5"], ["rollout.over_provision", "at most 2", "rollout.max_lag to 2"]),
         (["rollout.over_provision=1.1", "rollout.max_lag=0"], ["rollout.over_provision", "at most 1"]),
         (["rollout.quorum=0.8", "rollout.max_lag=0"], ["rollout.quorum", "rollout.max_lag to 1"]),

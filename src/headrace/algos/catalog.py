@@ -280,6 +280,12 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
         at_least=0,
     ),
     Parameter(
+        "echo.coef",
+        0.0,
+        "weight of the cross-entropy on what an environment answered, 0.1 is usual; 0 is off",
+        at_least=0,
+    ),
+    Parameter(
         "process.form",
         "potential",
         "what the scores of steps (`scoring.process`) become: the normalised `sum` of those to come, close to the "
@@ -290,7 +296,7 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
         "process.weight", 1.0, "factor of the steps' advantages, which are added to the outcome's", at_least=0
     ),
 )
-OF_A_RUN: tuple[str, ...] = ("rae", "overlong", "kl", "balance", "process")
+OF_A_RUN: tuple[str, ...] = ("rae", "overlong", "kl", "balance", "echo", "process")
 """Owners of parameters that are no part of a loss with its corrections: who builds a run reads them."""
 
 PARAMETERS: tuple[Parameter, ...] = (

@@ -294,6 +294,12 @@ def _distill(s: Settings) -> Iterator[str]:
             f"{idle} is {d.top_k}, but distill.divergence = sampled asks teachers about the sampled token alone: set "
             "distill.divergence to forward or reverse, or leave distill.top_k out."
         )
+    echo = flat(s.algo.options).get("echo.coef", 0)
+    if d.teachers and d.divergence != "sampled" and echo:
+        yield (
+            f'algo.options has "echo.coef" = {echo}, but distill.divergence = {d.divergence} reads the head in a pass '
+            "that values no other tokens: set distill.divergence = sampled, or leave it out."
+        )
     if d.snapshots and s.weights.bundle == "delta":
         yield (
             f"distill.teachers has {snapshots[0]}, but a teacher that follows late needs whole bundles: set "

@@ -38,6 +38,7 @@ from headrace.trainers.balance import ExpertBalance
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
 from headrace.trainers.distilling import row_logprobs
+from headrace.trainers.echo import Echo
 from headrace.trainers.guard import Guard, Verdict
 from headrace.trainers.metrics import RowRecord, behavior_metrics, starts, step_metrics
 from headrace.trainers.objective import RowOutcome
@@ -86,6 +87,7 @@ class TorchTrainer:
         self._ranks, self._device = ranks, self._weights.device
         self._replay = route_replay(self.policy, options.routing, self._device)
         self._balance = ExpertBalance(self.policy) if options.balance_coef else None
+        self._echo = Echo(options.echo_coef) if options.echo_coef else None
         on_gpu = self._device.type == "cuda"
         self._share_prefixes = on_gpu if options.share_prefixes is None else options.share_prefixes
         self.blocks = self._build_blocks(compiled=on_gpu and not options.eager and options.expert_ranks == 1)
@@ -169,6 +171,7 @@ class TorchTrainer:
                     faults.append(name + reason)
             metrics = step_metrics(records, self.objective, self._ranks) | left_out
             metrics |= {} if self._tally is None else self._tally.metrics(self._ranks)
+            metrics |= {} if self._echo is None else self._echo.metrics(records, self._ranks)
         num_loss_tokens, num_rows = self._ranks.totals(
             sum(record.policy_logprobs_N.numel() for record in records), len(records)
         )
@@ -283,6 +286,7 @@ class TorchTrainer:
                 ranks=self._ranks,
                 parts=self.objective.parts,
                 with_teachers=self._options.distillation is not None,
+                with_environment=self._echo is not None,
                 pivot_weight=self._options.pivot_weight,
             )
             for part in parts
@@ -313,14 +317,14 @@ class TorchTrainer:
             logprobs_N = row.inputs.ref_logprobs_N
             if is_missing:
                 # Routed as it would route itself, which is also what an engine that scores for it does.
-                computed_N = reference.values(replace(row.tensors, routes=None)).logprobs_N
+                computed_N = reference.values(replace(row.tensors, routes=None, environment=None)).logprobs_N
                 logprobs_N = computed_N if logprobs_N is None else logprobs_N
             done.append(replace(row, inputs=replace(row.inputs, ref_logprobs_N=logprobs_N)))
         return done
 
     @torch.no_grad()
     def _with_prox(self, row: TrainRow) -> TrainRow:
-        logprobs_N = self._weights.values(row.tensors).logprobs_N
+        logprobs_N = self._weights.values(replace(row.tensors, environment=None)).logprobs_N
         return replace(row, inputs=replace(row.inputs, prox_logprobs_N=logprobs_N))
 
     def accumulate(
@@ -349,6 +353,8 @@ class TorchTrainer:
             outcome = self._with_balance(self.objective(policy.sampled_N, row.inputs), row)
             if distillation is not None:
                 outcome = distillation.added_to(outcome, policy, row)
+            if self._echo is not None:
+                outcome = self._echo.added_to(outcome, policy.environment_E, row)
             outcome.loss.backward()
             if row.is_filler:
                 continue
