@@ -20,7 +20,7 @@ from typing import Any
 from headrace import teaching
 from headrace.algos.pivots import PivotRule
 from headrace.config import EngineSettings, Settings
-from headrace.config.parameters import algo_parameters, has_reference_engine, pivot_parameters
+from headrace.config.parameters import algo_parameters, has_reference_engine, kl_terms, pivot_parameters
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.data.routing import RouterShape, router_shape
@@ -66,6 +66,7 @@ def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
         quorum=rollout.quorum,
         staleness=rollout.staleness,
         advantage=settings.algo.advantage,
+        reward_kl=kl_terms(settings)[2],
         rae_decay=algo.get("rae.decay", 0.95),
         reward_weights=settings.reward.weights,
         drop_zero_variance=rollout.drop_zero_variance,

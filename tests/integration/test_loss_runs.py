@@ -98,3 +98,27 @@ def test_an_environments_answers_are_trained_on_and_the_run_survives_a_kill(sett
 def test_one_turn_has_no_answers_and_is_refused(settings):
     with pytest.raises(ConfigError, match="attempts of one turn"):
         train({**settings, **ECHO})
+
+
+IN_THE_REWARD = {
+    "algo.advantage": "reinforce++",
+    "algo.kl_coef": 0.2,
+    "algo.options": {"kl.estimator": "k1", "kl.reference": "engine"},
+}
+
+
+def test_kl_inside_the_reward_changes_the_run_and_survives_a_kill(settings, die_after):
+    settings = {**settings, **IN_THE_REWARD}
+    whole = train({**settings, "run.name": "whole"})
+    die_after(5, lambda: train(settings))
+    resumed = headrace.train(tasks=demo.tasks(64), reward=letters, resume="runs/run")
+    assert same_weights(resumed, whole)
+    told = steps(whole)
+    # The first attempts were drawn from the reference itself, as far as rounding goes.
+    assert abs(told[0]["reward_kl"]) < 1e-5
+    assert told[-1]["reward_kl"] > 1e-4
+    # No term of the loss, so the trainer keeps no reference.
+    assert {step["metrics"]["kl"] for step in told} == {0.0}
+    assert not list(whole.model_dir.glob("reference*"))
+    free = train({**settings, "algo.kl_coef": 0.0, "algo.options": {}, "run.name": "free"})
+    assert not same_weights(free, whole)

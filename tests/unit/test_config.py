@@ -371,6 +371,15 @@ def test_syntax_error_names_the_line(tmp_path):
         (["trainer.warmup_steps=101"], ["trainer.warmup_steps", "run.steps = 100"]),
         (["algo.options.kl.estimator=k2"], ["kl.estimator", "kl is not in use"]),
         (["algo.kl_coef=0.1", "algo.options.kl.estimator=k1"], ["kl.estimator", "one of k2, k3"]),
+        (
+            ["algo.kl_coef=0.1", "algo.options.kl.estimator=k1", "algo.options.kl.reference=engine"],
+            ["kl.estimator", "inside the reward", "set algo.advantage = reinforce++ with it"],
+        ),
+        (
+            ["algo.kl_coef=0.1", "algo.options.kl.estimator=k1", "algo.advantage=reinforce++"],
+            ["kl.estimator", 'set "kl.reference" = engine with it'],
+        ),
+        (["algo.options.kl.estimator=k1"], ["kl.estimator", "kl is not in use"]),
         (["algo.options.kl.reference=engine"], ["kl.reference", "kl is not in use"]),
         (
             ["algo.options.kl.reference=engine", "algo.kl_coef=0.1", "lora.rank=4"],

@@ -6,8 +6,8 @@ the batch-wide steps, ``whiten`` and ``scale_by_returns``, are applied to new sa
 so is the baseline of ``rae`` (``running_means``), which is what the run remembers of earlier steps.
 
 GRPO: arXiv 2402.03300. Dr.GRPO: arXiv 2503.20783. RLOO: arXiv 2402.14740. REINFORCE++, with groups its
-baseline variant: arXiv 2501.03262; its per-token KL reward is left out, since KL is a term of the loss
-here. MaxRL: maximum likelihood RL (2026). Lite PPO: arXiv 2508.08221. Soft overlong punishment: DAPO, arXiv 2503.14476.
+baseline variant: arXiv 2501.03262; its per-token KL reward is in ``reward_kl``. MaxRL: maximum likelihood RL (2026).
+Lite PPO: arXiv 2508.08221. Soft overlong punishment: DAPO, arXiv 2503.14476.
 """
 
 from __future__ import annotations

@@ -264,7 +264,10 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
         at_least=0,
     ),
     Parameter(
-        "kl.estimator", "k3", "of the divergence that `algo.kl_coef` weighs, see above", choices=("k2", "k3")
+        "kl.estimator",
+        "k3",
+        "of the divergence that `algo.kl_coef` weighs, see above; `k1` is inside the reward",
+        choices=("k2", "k3", "k1"),
     ),
     Parameter(
         "kl.reference",

@@ -197,6 +197,26 @@ def _composition(s: Settings) -> Iterator[str]:
         )
 
 
+def _kl(s: Settings) -> Iterator[str]:
+    options = flat(s.algo.options)
+    if options.get("kl.estimator") != "k1" or not s.algo.kl_coef:
+        return
+    missing = [
+        remedy
+        for remedy, is_there in (
+            ("algo.advantage = reinforce++", s.algo.advantage == "reinforce++"),
+            ('"kl.reference" = engine', options.get("kl.reference") == "engine"),
+        )
+        if not is_there
+    ]
+    if missing:
+        yield (
+            'algo.options has "kl.estimator" = k1, which as a loss has no gradient in expectation and belongs inside '
+            "the reward, where REINFORCE++ has it and where the reference must have been asked before a batch is made: "
+            f"set {' and '.join(missing)} with it, or set it to one of k2, k3."
+        )
+
+
 def _idle_bounds(algo: AlgoSettings, composition: Composition) -> list[str]:
     """Settings that bound the ratio of policy and prox, where these are never apart in a step of one update."""
     if composition.plan.anchor == "behavior" or composition.values.get("decoupled.prox") == "interpolated":
@@ -346,5 +366,5 @@ def _lora(s: Settings) -> Iterator[str]:
 _Rule = Callable[["Settings"], Iterator[str]]
 _ALWAYS: tuple[_Rule, ...] = (_tasks, _reward, _scoring, _engine)
 _TRAINING: tuple[_Rule, ...] = (
-    _sampling, _groups, _running_mean, _stragglers, _batch, _ranks, _composition, _distill, _pivots, _lora,
+    _sampling, _groups, _running_mean, _stragglers, _batch, _ranks, _composition, _kl, _distill, _pivots, _lora,
 )  # fmt: skip

@@ -41,6 +41,13 @@ def has_reference_engine(settings: Settings) -> bool:
     return bool(algo_parameters(settings).get("kl.reference") == "engine")
 
 
+def kl_terms(settings: Settings) -> tuple[str, float, float]:
+    """Estimator and weight of the divergence in the loss, and its weight in the reward; of the weights at most one is
+    above 0."""
+    estimator, coef = algo_parameters(settings).get("kl.estimator", "none"), settings.algo.kl_coef
+    return ("none", 0.0, coef) if estimator == "k1" else (estimator, coef, 0.0)
+
+
 def loss_options(settings: Settings) -> Mapping[str, Any]:
     """The part of ``algo.options`` that belongs to the loss, its corrections and the guard."""
     options = settings.algo.options

@@ -224,7 +224,7 @@ class AlgoSettings(Section):
     """What a batch too far from the policy does: `warn`, also `scale` the learning rate by the root of the share of
     effective samples, or `stop` the run."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight in the loss of the divergence from the starting model; 0 is off. `"kl.estimator"` and
+    """Weight of the divergence from the starting model in the loss, or in the reward; 0 is off. `"kl.estimator"` and
     `"kl.reference"` in `algo.options` say how it is computed and by whom."""
     routing: Literal["live", "keep"] = "keep"
     """In a mixture of experts, `keep` has the engine record which experts computed each token, and the trainer computes

@@ -8,6 +8,7 @@ from operator import attrgetter
 import numpy as np
 
 from headrace.algos.advantages import BATCH_SCALED, BATCH_WHITENED, RUNNING, scale_by_returns, whiten
+from headrace.algos.reward_kl import mean_k1, with_kl_to_come
 from headrace.algos.running_means import folded, over_means
 from headrace.data.samples import NEVER_SAMPLED, oldest_versions
 from headrace.runtime.buffer import ReadyGroup
@@ -22,16 +23,17 @@ def make_batch(
     version: int,
     advantage: str,
     means: Mapping[str, float] | None = None,
+    reward_kl: float = 0.0,
 ) -> TrainBatch:
     """Ordered by (group, attempt), whatever order the groups arrived in. ``means``: the running means of before the
-    step, by agent."""
+    step, by agent. ``reward_kl``: what a unit of divergence from the reference costs in reward."""
     ordered = sorted(groups, key=lambda group: group.group)
     samples = [
         sample
         # Branches are compared with each other alone, here as in their groups.
         for kind in (False, True)
         for sample in _finished(
-            [group for group in ordered if group.is_branch == kind], advantage, means or {}
+            [group for group in ordered if group.is_branch == kind], advantage, means or {}, reward_kl
         )
     ]
     samples.sort(key=attrgetter("group", "attempt"))
@@ -46,13 +48,17 @@ def means_after(
     return folded(means, [pair for group in ordered for pair in group.earned], decay=decay)
 
 
-def _finished(groups: Sequence[ReadyGroup], advantage: str, means: Mapping[str, float]) -> Sequence[Sample]:
+def _finished(
+    groups: Sequence[ReadyGroup], advantage: str, means: Mapping[str, float], reward_kl: float
+) -> Sequence[Sample]:
     """The samples of these groups, with what an advantage takes from the whole batch or from earlier ones."""
     samples = tuple(sample for group in groups for sample in group.samples)
     if not samples:
         return ()
     if advantage in RUNNING:
         samples = over_means(samples, [agent for group in groups for agent in group.agents], means)
+    if reward_kl:
+        samples = with_kl_to_come(samples, reward_kl)
     if advantage in BATCH_WHITENED:
         samples = whiten(samples)
     if advantage in BATCH_SCALED:
@@ -60,9 +66,10 @@ def _finished(groups: Sequence[ReadyGroup], advantage: str, means: Mapping[str, 
     return samples
 
 
-def describe(groups: Sequence[ReadyGroup], version: int) -> dict[str, float]:
+def describe(groups: Sequence[ReadyGroup], version: int, *, with_kl: bool = False) -> dict[str, float]:
     """Reward, lag and size of a batch trained from ``version``; ``age_spread`` is how many versions lie between its
-    oldest sample and its newest, an age being that of the oldest token."""
+    oldest sample and its newest, an age being that of the oldest token. ``with_kl``: also the mean divergence
+    from the reference, which costs reward."""
     samples = [sample for group in groups for sample in group.samples]
     sampled = np.concatenate([sample.loss_mask for sample in samples])
     lags = version - np.concatenate([sample.versions for sample in samples])[sampled]
@@ -84,5 +91,6 @@ def describe(groups: Sequence[ReadyGroup], version: int) -> dict[str, float]:
         "tokens": int(lags.size),
         "samples": len(samples),
         **({"late_samples": num_late} if num_late else {}),
+        **({"reward_kl": mean_k1(samples)} if with_kl else {}),
         **of_branches,
     }

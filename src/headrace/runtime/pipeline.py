@@ -245,7 +245,7 @@ class Pipeline:
 
     async def _train(self, groups: Sequence[ReadyGroup]) -> None:
         means = {f"baseline_{agent}": mean for agent, mean in self.state.means.items()}
-        summary = describe(groups, self.state.version) | means
+        summary = describe(groups, self.state.version, with_kl=self._plan.reward_kl > 0) | means
         result = await self._step(groups)
         if self._plan.staleness == "drop":
             # Work that this step made too old is cancelled now, not when it finishes.
@@ -270,6 +270,7 @@ class Pipeline:
             version=self.state.version,
             advantage=self._plan.advantage,
             means=self.state.means,
+            reward_kl=self._plan.reward_kl,
         )
         # Weights must never hold a batch that the journal does not.
         self._journal.flush()
