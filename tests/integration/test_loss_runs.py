@@ -122,3 +122,31 @@ def test_kl_inside_the_reward_changes_the_run_and_survives_a_kill(settings, die_
     assert not list(whole.model_dir.glob("reference*"))
     free = train({**settings, "algo.kl_coef": 0.0, "algo.options": {}, "run.name": "free"})
     assert not same_weights(free, whole)
+
+
+class ProposesAndSolves(Echoing):
+    """A proposal and two solutions of it, each paid for its letters."""
+
+    async def run(self, task, policy):
+        proposal = await policy.sample(self._renderer.prompt_ids(task), self._sampling)
+        problem = proposal.completion.token_ids
+        solutions = [await policy.sample(problem, self._sampling) for _ in range(2)]
+        named = f"solver of {problem.tobytes().hex()}"
+        return (self._paid(proposal, "proposer"), *[self._paid(s, named) for s in solutions])
+
+    def _paid(self, turn, peers):
+        text = self._renderer.decode(turn.completion.token_ids)
+        return Trajectory(turns=(turn,), text=text, own_reward=letters([text])[0], peers=peers)
+
+
+def nothing(completions):
+    return [0.0] * len(completions)
+
+
+def test_proposers_and_solvers_are_trained_apart_and_the_run_survives_a_kill(settings, die_after):
+    given = {"tasks": demo.tasks(64), "reward": nothing, "environment": ProposesAndSolves}
+    whole = headrace.train(settings={**settings, "run.name": "whole"}, **given)
+    die_after(5, lambda: headrace.train(settings=settings, **given))
+    assert same_weights(headrace.train(resume="runs/run", **given), whole)
+    # Attempts as wholes earned nothing and all the same: what is learned is what trajectories earned.
+    assert all(step["metrics"]["grad_norm"] > 0 and step["reward"] > 0 for step in steps(whole))

@@ -62,7 +62,7 @@ def _finished(
     if advantage in BATCH_WHITENED:
         samples = whiten(samples)
     if advantage in BATCH_SCALED:
-        samples = scale_by_returns(samples, [value for group in groups for value in group.returns])
+        samples = scale_by_returns(samples, [v for group in groups for v in group.worth or group.returns])
     return samples
 
 

@@ -8,7 +8,8 @@ killed controller knew is what its successor reads back. The record kinds:
     turn     {group, attempt, turn, value}         a turn is finished: a ``Turn`` whose completion holds
                                                    only what ``tokens`` records have not said yet
     episode  {group, attempt, trajectories}        an attempt is finished; a trajectory is a list of its turns
-                                                   by number, text, policy and trainable
+                                                   by number, text, policy and trainable, and where it has them
+                                                   its own reward and its peers
     scores   {columns}                             a source has said something of these attempts
     again    {source, why}                         a question failed while its attempt went on; it is put once more
     scored   {group, returns, missing, attempts}   these attempts (left out: all) wait for their batch; ``missing``
@@ -250,8 +251,14 @@ def _episode(state: RunState, r: dict[str, Any]) -> None:
     turns = live.turns.get(attempt, [])
     state.num_given_up += "abort" in [turn.completion.finish_reason for turn in turns]
     trajectories = [
-        Trajectory(turns=tuple([turns[i] for i in numbers]), text=text, policy=policy, trainable=trainable)
-        for numbers, text, policy, trainable in r["trajectories"]
+        Trajectory(
+            turns=tuple([turns[i] for i in numbers]),
+            text=text,
+            policy=policy,
+            trainable=trainable,
+            **_own(own),
+        )
+        for numbers, text, policy, trainable, *own in r["trajectories"]
     ]
     live.episodes[attempt] = Episode(
         group=live.group, attempt=attempt, task=live.task, trajectories=tuple(trajectories)
@@ -259,6 +266,10 @@ def _episode(state: RunState, r: dict[str, Any]) -> None:
     order = [number for numbers, *_ in r["trajectories"] for number in numbers]
     if order != list(range(len(turns))):
         live.turn_order[attempt] = order
+
+
+def _own(told: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(("own_reward", "peers"), told, strict=bool(told)))
 
 
 def _scores(state: RunState, r: dict[str, Any]) -> None:
@@ -356,6 +367,8 @@ def _with_rewards(episode: Episode, rewards: dict[str, float | None]) -> Episode
         rewards=rewards,
         policy=first.policy,
         trainable=first.trainable,
+        own_reward=first.own_reward,
+        peers=first.peers,
     )
     return Episode(
         group=episode.group, attempt=episode.attempt, task=episode.task, trajectories=(scored, *others)
