@@ -112,6 +112,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         keep_reference=parameters.get("kl.reference") != "engine",
         balance_coef=parameters["balance.coef"],
         echo_coef=parameters["echo.coef"],
+        optimal_baseline=a.advantage == "vcpo",
         routing=a.routing,
         pivot_weight=pivot_parameters(settings)["weight"],
         learning_rate=t.learning_rate,

@@ -150,3 +150,13 @@ def test_proposers_and_solvers_are_trained_apart_and_the_run_survives_a_kill(set
     assert same_weights(headrace.train(resume="runs/run", **given), whole)
     # Attempts as wholes earned nothing and all the same: what is learned is what trajectories earned.
     assert all(step["metrics"]["grad_norm"] > 0 and step["reward"] > 0 for step in steps(whole))
+
+
+def test_a_run_on_optimal_baselines_survives_a_kill(settings, die_after):
+    settings = {**settings, "algo.advantage": "vcpo", "trainer.minibatches": 2}
+    whole = train({**settings, "run.name": "whole"})
+    die_after(5, lambda: train(settings))
+    assert same_weights(headrace.train(tasks=demo.tasks(64), reward=letters, resume="runs/run"), whole)
+    assert all(step["metrics"]["baseline_shift"] > 0 for step in steps(whole))
+    means = train({**settings, "algo.advantage": "dr-grpo", "run.name": "means"})
+    assert not same_weights(means, whole)

@@ -7,7 +7,7 @@ so is the baseline of ``rae`` (``running_means``), which is what the run remembe
 
 GRPO: arXiv 2402.03300. Dr.GRPO: arXiv 2503.20783. RLOO: arXiv 2402.14740. REINFORCE++, with groups its
 baseline variant: arXiv 2501.03262; its per-token KL reward is in ``reward_kl``. MaxRL: maximum likelihood RL (2026).
-Lite PPO: arXiv 2508.08221. Soft overlong punishment: DAPO, arXiv 2503.14476.
+Lite PPO: arXiv 2508.08221. VCPO: arXiv 2602.17616. Soft overlong punishment: DAPO, arXiv 2503.14476.
 """
 
 from __future__ import annotations
@@ -78,6 +78,21 @@ def rae(returns: Returns) -> np.ndarray:
     return _finite(returns).astype(np.float32)
 
 
+def vcpo(returns: Returns) -> np.ndarray:
+    """R itself; complete only after the trainer, which alone knows gradients, has taken ``optimal_baseline`` off."""
+    return _finite(returns).astype(np.float32)
+
+
+def optimal_baseline(returns: Returns, log_weights: Returns, squared_norms: Returns) -> float:
+    """b = sum w^2 |g|^2 R / sum w^2 |g|^2, with the attempts' ratios to the behaviour policy w and the gradients of
+    their log-probabilities g: the b for which w g (R - b) has the least second moment. The mean where no gradient is
+    there to be weighed."""
+    values, squares = _finite(returns), np.asarray(squared_norms, dtype=np.float64)
+    logs = np.asarray(log_weights, dtype=np.float64)
+    shares = np.exp(2 * (logs - logs.max())) * squares
+    return float((shares * values).sum() / shares.sum()) if shares.sum() > 0 else float(values.mean())
+
+
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": grpo,
     "dr-grpo": dr_grpo,
@@ -86,6 +101,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "maxrl": maxrl,
     "lite-ppo": lite_ppo,
     "rae": rae,
+    "vcpo": vcpo,
 }
 
 
@@ -108,6 +124,9 @@ def against_frozen(name: str, returns: Returns, frozen: Returns, *, group_size: 
 
 RUNNING = frozenset({"rae"})
 """Advantages that compare with what was earned in earlier steps, not with the attempts of a group."""
+
+BY_THE_TRAINER = frozenset({"vcpo"})
+"""Advantages whose baseline needs gradients: a batch brings the returns."""
 
 BATCH_WHITENED = frozenset({"reinforce++"})
 """Advantages that ``whiten`` completes when a batch is taken."""

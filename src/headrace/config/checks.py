@@ -27,7 +27,7 @@ _NOBODY = "none"
 SNAPSHOT = "snapshot:"
 """How the text of a teacher begins that is the policy itself, some versions back."""
 _DATASET_OPTIONS = ("split", "subset")
-_COMPARES_ATTEMPTS = ("grpo", "dr-grpo", "rloo", "maxrl", "lite-ppo")
+_COMPARES_ATTEMPTS = ("grpo", "dr-grpo", "rloo", "maxrl", "lite-ppo", "vcpo")
 
 
 def check(settings: Settings, *, training: bool) -> None:
@@ -104,6 +104,26 @@ def _running_mean(s: Settings) -> Iterator[str]:
         yield (
             f"pivots.branches is {s.pivots.branches}, but algo.advantage = rae compares with what whole attempts "
             "earned, not those that go on from a pivot: set pivots.branches = 0, or another algo.advantage."
+        )
+
+
+def _optimal_baseline(s: Settings) -> Iterator[str]:
+    if s.algo.advantage != "vcpo":
+        return
+    if s.trainer.ranks > 1:
+        yield (
+            f"algo.advantage is vcpo, which needs the gradient of every attempt by itself, but trainer.ranks is "
+            f"{s.trainer.ranks} and ranks add theirs up: set trainer.ranks = 1, or another algo.advantage."
+        )
+    if s.rollout.quorum < 1:
+        yield (
+            f"algo.advantage is vcpo, whose baseline is of all attempts of a group at once, but rollout.quorum is "
+            f"{s.rollout.quorum:g}: set rollout.quorum = 1, or another algo.advantage."
+        )
+    if s.scoring.process is not None:
+        yield (
+            "algo.advantage is vcpo, whose baseline is that of whole attempts, but scoring.process tells their steps "
+            "apart: leave scoring.process out, or set another algo.advantage."
         )
 
 
@@ -366,5 +386,6 @@ def _lora(s: Settings) -> Iterator[str]:
 _Rule = Callable[["Settings"], Iterator[str]]
 _ALWAYS: tuple[_Rule, ...] = (_tasks, _reward, _scoring, _engine)
 _TRAINING: tuple[_Rule, ...] = (
-    _sampling, _groups, _running_mean, _stragglers, _batch, _ranks, _composition, _kl, _distill, _pivots, _lora,
+    _sampling, _groups, _running_mean, _optimal_baseline, _stragglers, _batch, _ranks, _composition, _kl, _distill,
+    _pivots, _lora,
 )  # fmt: skip

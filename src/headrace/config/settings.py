@@ -196,9 +196,10 @@ class ScoringSettings(Section):
 class AlgoSettings(Section):
     """From rewards to a loss."""
 
-    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "maxrl", "lite-ppo", "rae"] = "grpo"
+    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "maxrl", "lite-ppo", "rae", "vcpo"] = "grpo"
     """Baseline and scale: group mean and deviation, group mean only, mean of the others, whole batch, group mean and
-    itself, group mean and the batch's deviation, a running mean of the agent's own rewards."""
+    itself, group mean and the batch's deviation, a running mean of the agent's own rewards, what leaves stale attempts
+    the least variance."""
     loss: Literal[
         "ppo", "gspo", "gmpo", "cispo", "sapo", "gipo", "aspo", "decoupled", "aipo", "dppo-tv", "vespo", "dro"
     ] = "ppo"

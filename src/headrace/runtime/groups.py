@@ -19,7 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from headrace.algos.advantages import ADVANTAGES, RUNNING, against_frozen, is_zero_variance, overlong_penalty
+from headrace.algos.advantages import (
+    ADVANTAGES,
+    BY_THE_TRAINER,
+    RUNNING,
+    against_frozen,
+    is_zero_variance,
+    overlong_penalty,
+)
 from headrace.algos.process import trajectory_advantages
 from headrace.data.kept_limits import record_fault
 from headrace.data.returns import weighted_return
@@ -407,6 +414,11 @@ def _outcome_advantages(plan: RunPlan, scored: EpisodeGroup) -> Any:
         raise ValueError(
             f"trajectories of group {scored.group} have rewards or peers of their own, but scoring.process adds to "
             "what whole attempts earned: leave scoring.process out, or let the environment name none"
+        )
+    if plan.advantage in BY_THE_TRAINER:
+        raise ValueError(
+            f"trajectories of group {scored.group} have rewards or peers of their own, but algo.advantage = "
+            f"{plan.advantage} compares attempts: set another one, or let the environment name none"
         )
     return peers.advantages(function, scored.episodes, scored.returns)
 

@@ -49,6 +49,8 @@ class TrainOptions:
     balance_coef: float = 0.0
     echo_coef: float = 0.0
     """Weight of the cross-entropy on what an environment answered; 0: those tokens are not trained on."""
+    optimal_baseline: bool = False
+    """Samples bring returns, which are held against their group's optimal baseline, at a backward for each attempt."""
     pivot_weight: float = 1.0
     """Of the branches' part of the loss, which has its own denominator."""
     routing: RoutingName = "keep"

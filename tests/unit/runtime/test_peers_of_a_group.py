@@ -14,7 +14,7 @@ from harness import MemorySink, OneTurn, ParityScorer, make_pipeline, make_plan
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.algos.advantages import ADVANTAGES
+from headrace.algos.advantages import ADVANTAGES, BY_THE_TRAINER
 from headrace.data.steps import parse_rule
 from headrace.engines.scripted import ScriptedEngine, hashed_script
 from headrace.plan import virtual_clock
@@ -126,7 +126,7 @@ def test_everybody_is_compared_with_its_peers_alone(tmp_path):
                     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("name", sorted(ADVANTAGES.keys() - BY_THE_TRAINER))
 def test_every_advantage_is_taken_within_peers(name, tmp_path):
     whole = run(tmp_path, steps=1, advantage=name)[0][1]
     assert len(whole.samples) == 2 * 3 * (1 + NUM_SOLVERS)
@@ -173,6 +173,11 @@ def test_judged_steps_cannot_be_added_to_rewards_of_trajectories(tmp_path):
     process = ProcessPlan(rule=parse_rule("tokens:2", lambda text: ()))
     with pytest.raises(Exception, match=r"rewards or peers of their own.*scoring\.process"):
         run(tmp_path, process=process, drop_zero_variance=False)
+
+
+def test_a_baseline_of_attempts_knows_no_peers(tmp_path):
+    with pytest.raises(Exception, match=r"rewards or peers of their own.*vcpo compares attempts"):
+        run(tmp_path, advantage="vcpo")
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
