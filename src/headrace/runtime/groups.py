@@ -388,10 +388,9 @@ def ready_group(plan: RunPlan, scored: EpisodeGroup, advantages: Any = None) -> 
             advantages, steps, form=plan.process.form, weight=plan.process.weight
         )
     samples, is_branch = build_samples(scored, advantages), scored.task.pivot is not None
-    worth = peers.worth(scored.episodes, scored.returns)
-    values, keeps_means = [value for _, value in worth], plan.advantage in RUNNING
-    told_apart = peers.names_any(scored.episodes)
-    earned = values if told_apart else scored.returns
+    keeps_means, told_apart = plan.advantage in RUNNING, peers.names_any(scored.episodes)
+    worth = peers.worth(scored.episodes, scored.returns) if keeps_means or told_apart else []
+    earned = [value for _, value in worth] if told_apart else scored.returns
     return ReadyGroup(
         group=scored.group,
         samples=tuple([replace(s, component="pivot") for s in samples]) if is_branch else samples,
@@ -401,7 +400,7 @@ def ready_group(plan: RunPlan, scored: EpisodeGroup, advantages: Any = None) -> 
         oldest_version=scored.oldest_version,
         mean_return=sum(earned) / len(earned),
         returns=scored.returns,
-        worth=tuple(values) if told_apart else (),
+        worth=tuple(earned) if told_apart else (),
     )
 
 
