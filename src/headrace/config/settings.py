@@ -219,8 +219,8 @@ class AlgoSettings(Section):
     `mis`, `seq-tis`, `seq-mis`) and any filters (`geo-filter`, `k3-filter`, `max-k2-filter`, `opsm`, `m2po`); see
     `docs/losses.md`."""
     options: Parameters = Field(default_factory=dict)
-    """Parameters of the loss, its corrections, the guard, long completions, the KL term, the balance of experts and
-    process rewards, by qualified name (`"tis.cap"`); `docs/losses.md` lists them."""
+    """Parameters of the loss, its corrections, the guard, long completions, the KL term, the balance of experts, an
+    environment's answers, running means and process rewards, by qualified name (`"tis.cap"`); see `docs/losses.md`."""
     guard: Literal["off", "warn", "scale", "stop"] = "warn"
     """What a batch too far from the policy does: `warn`, also `scale` the learning rate by the root of the share of
     effective samples, or `stop` the run."""

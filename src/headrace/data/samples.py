@@ -82,7 +82,7 @@ def agents(episodes: Sequence[Episode]) -> list[str]:
 
 
 def agent_of(task: Task, trajectory: Trajectory) -> str:
-    """The policy that acted, apart for each role or game that tasks name in a column ``agent``."""
+    """Whom the environment names for it, apart for each role or game that tasks name in a column ``agent``."""
     role = task.columns.get("agent")
     return trajectory.policy if role is None else f"{role}/{trajectory.policy}"
 

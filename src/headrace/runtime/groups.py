@@ -390,7 +390,7 @@ def ready_group(plan: RunPlan, scored: EpisodeGroup, advantages: Any = None) -> 
     samples, is_branch = build_samples(scored, advantages), scored.task.pivot is not None
     keeps_means, told_apart = plan.advantage in RUNNING, peers.names_any(scored.episodes)
     worth = peers.worth(scored.episodes, scored.returns) if keeps_means or told_apart else []
-    earned = [value for _, value in worth] if told_apart else scored.returns
+    earned = [value for _, value in worth if told_apart] or scored.returns
     return ReadyGroup(
         group=scored.group,
         samples=tuple([replace(s, component="pivot") for s in samples]) if is_branch else samples,
