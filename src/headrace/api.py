@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +17,18 @@ from typing import Any
 
 from headrace import build, evaluation, teaching
 from headrace.config import Settings, from_dict
+from headrace.config.parameters import algo_parameters
 from headrace.errors import ConfigError, TaskError
 from headrace.launch.controller_loop import ControllerLoop
 from headrace.observe.console import ConsoleSink
 from headrace.observe.events import Fanout
 from headrace.observe.jsonl import JsonlSink
 from headrace.observe.summary import Summary, summarise
-from headrace.protocols import Sink, TaskSource
+from headrace.protocols import Environment, Sink, TaskSource
 from headrace.run_directory import RunDirectory, latest_checkpoint
 from headrace.runtime.pipeline import Pipeline
 from headrace.runtime.plan import RunPlan
-from headrace.types import Task
+from headrace.types import Sampling, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class _Inputs:
     renderer: build.Renderer
     tasks: TaskSource
     rewards: Sequence[build.Reward]
+    environment: Environment
     plan: RunPlan
 
 
@@ -66,14 +68,16 @@ def train(
     tasks: Any = None,
     reward: build.Reward | Sequence[build.Reward] | None = None,
     settings: Settings | Mapping[str, Any] | None = None,
+    environment: Callable[[build.Renderer, Sampling], Environment] | None = None,
     resume: str | Path | None = None,
 ) -> RunResult:
     """Train ``model`` on ``tasks`` so that ``reward`` rises.
 
     ``tasks``: dicts with a ``prompt``, (prompt, answer) pairs, or a dataset. ``reward``: one function in
     TRL's signature or several, each a callable or ``module:function``. ``settings``: a mapping such as
-    ``{"run.steps": 200}``. What is not given here is read from ``settings``. ``resume`` is the directory
-    of a run to go on with, under the settings it was started with unless some are given.
+    ``{"run.steps": 200}``. What is not given here is read from ``settings``. ``environment``: makes the one that runs
+    attempts, from the model's renderer and how tokens are drawn; None: attempts are one turn each. ``resume`` is
+    the directory of a run to go on with, under the settings it was started with unless some are given.
     """
     as_before = resume is not None and settings is None and model is None
     asked = None if as_before else _settings(settings, model)
@@ -81,11 +85,11 @@ def train(
         if resume is not None:
             directory, chosen = RunDirectory.reopen(Path(resume), asked)
             held.callback(directory.close)
-            inputs = _inputs(chosen, tasks, reward)
+            inputs = _inputs(chosen, tasks, reward, environment)
         else:
             assert asked is not None
             # Everything that can be checked is checked before a directory is made.
-            chosen, inputs = asked, _inputs(asked, tasks, reward)
+            chosen, inputs = asked, _inputs(asked, tasks, reward, environment)
             directory = RunDirectory.create(chosen)
             held.callback(directory.close)
         with asyncio.Runner(loop_factory=ControllerLoop) as runner:
@@ -185,7 +189,13 @@ def _rewards(given: Any, settings: Settings, *, needed: bool = True) -> list[bui
     return list(rewards)
 
 
-def _inputs(settings: Settings, tasks: Any, reward: Any) -> _Inputs:
+def _inputs(settings: Settings, tasks: Any, reward: Any, make: Any) -> _Inputs:
+    echo = algo_parameters(settings)["echo.coef"]
+    if echo and make is None:
+        raise ConfigError(
+            f'algo.options has "echo.coef" = {echo:g}, but attempts of one turn hold nothing that an environment '
+            "answered: give train an environment of several turns, or leave it out"
+        )
     build.check_packages(settings)
     teaching.check_tokenizers(settings)
     renderer = build.Renderer.from_directory(build.model_directory(settings))
@@ -193,7 +203,13 @@ def _inputs(settings: Settings, tasks: Any, reward: Any) -> _Inputs:
     # What the first task cannot do, a missing chat template for instance, most likely none can.
     renderer.prompt_ids(source.task(0))
     rewards = _rewards(reward, settings, needed=not teaching.names(settings))
-    return _Inputs(renderer=renderer, tasks=source, rewards=rewards, plan=build.plan(settings, renderer))
+    return _Inputs(
+        renderer=renderer,
+        tasks=source,
+        rewards=rewards,
+        environment=build.environment(settings, renderer, make or build.SingleTurn),
+        plan=build.plan(settings, renderer),
+    )
 
 
 async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -> RunResult:
@@ -209,7 +225,7 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
             pipeline = Pipeline(
                 inputs.plan,
                 cluster=cluster,
-                environment=build.environment(settings, inputs.renderer),
+                environment=inputs.environment,
                 scorer=scorer,
                 tasks=inputs.tasks,
                 run_dir=directory.path,

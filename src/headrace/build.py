@@ -20,7 +20,7 @@ from typing import Any
 from headrace import teaching
 from headrace.algos.pivots import PivotRule
 from headrace.config import EngineSettings, Settings
-from headrace.config.parameters import algo_parameters, has_reference_engine, pivot_parameters
+from headrace.config.parameters import algo_parameters, has_reference_engine, kl_terms, pivot_parameters
 from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.data.routing import RouterShape, router_shape
@@ -31,7 +31,7 @@ from headrace.launch.inline import InlineCluster
 from headrace.launch.local import LocalCluster, LocalLauncher, RoleSpec
 from headrace.launch.role_methods import RoleKind
 from headrace.model_paths import found_model
-from headrace.protocols import Scorer, TaskSource
+from headrace.protocols import Environment, Scorer, TaskSource
 from headrace.runtime.plan import ProcessPlan, RunPlan
 from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.merged import MergedScorer
@@ -66,6 +66,8 @@ def plan(settings: Settings, renderer: Renderer | None = None) -> RunPlan:
         quorum=rollout.quorum,
         staleness=rollout.staleness,
         advantage=settings.algo.advantage,
+        reward_kl=kl_terms(settings)[2],
+        rae_decay=algo.get("rae.decay", 0.95),
         reward_weights=settings.reward.weights,
         drop_zero_variance=rollout.drop_zero_variance,
         overlong_buffer_tokens=algo["overlong.tokens"],
@@ -164,8 +166,10 @@ def sampling(settings: Settings, renderer: Renderer) -> Sampling:
     )
 
 
-def environment(settings: Settings, renderer: Renderer) -> SingleTurn:
-    return SingleTurn(renderer, sampling(settings, renderer))
+def environment(
+    settings: Settings, renderer: Renderer, make: Callable[[Renderer, Sampling], Environment] = SingleTurn
+) -> Environment:
+    return make(renderer, sampling(settings, renderer))
 
 
 def task_source(settings: Settings, given: Any = None) -> TaskSource:

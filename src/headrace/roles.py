@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from headrace import build, teaching
 from headrace.config import Settings, from_dict
-from headrace.config.parameters import algo_parameters, loss_options, pivot_parameters
+from headrace.config.parameters import algo_parameters, kl_terms, loss_options, pivot_parameters
 from headrace.data.rendering import Renderer
 from headrace.errors import ConfigError, ModelError
 from headrace.model_paths import found_model
@@ -86,7 +86,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
     ledger = TimeLedger(TRAINER_ACTIVITIES)
     settings = from_dict(told["settings"])
     t, a, place = settings.trainer, settings.algo, build.device(settings.model.device)
-    parameters = algo_parameters(settings)
+    parameters, (kl, kl_coef, _) = algo_parameters(settings), kl_terms(settings)
     if _grows(told, settings):
         grow_segments()
     ranks = ALONE if t.ranks == 1 and t.offload != "all" else _join_ranks(told, settings, place)
@@ -107,10 +107,12 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
         corrections=a.corrections,
         options=loss_options(settings),
         guard=a.guard,
-        kl=parameters.get("kl.estimator", "none"),
-        kl_coef=a.kl_coef,
+        kl=kl,
+        kl_coef=kl_coef,
         keep_reference=parameters.get("kl.reference") != "engine",
         balance_coef=parameters["balance.coef"],
+        echo_coef=parameters["echo.coef"],
+        optimal_baseline=a.advantage == "vcpo",
         routing=a.routing,
         pivot_weight=pivot_parameters(settings)["weight"],
         learning_rate=t.learning_rate,

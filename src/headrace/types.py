@@ -203,6 +203,11 @@ class Trajectory:
     """By reward name; None means not applicable. Empty until scored."""
     policy: str = "policy"
     trainable: bool = True
+    own_reward: float = 0.0
+    """What it earned beside the return of its attempt, as the environment says: of one agent among several."""
+    peers: str = ""
+    """Trajectories of a group with one name here are compared with each other alone, such as the solvers of one
+    proposed problem. Where no trajectory has a name or a reward of its own, attempts are compared as wholes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,6 +86,7 @@ def single(model: Path, segments: Path, **changes: Any) -> TorchTrainer:
         kl=parameters.get("kl.estimator", "none"),
         kl_coef=s.algo.kl_coef,
         balance_coef=parameters["balance.coef"],
+        echo_coef=parameters["echo.coef"],
         pivot_weight=pivot_parameters(s)["weight"],
         max_tokens=s.rollout.max_tokens,
         learning_rate=s.trainer.learning_rate,

@@ -220,7 +220,7 @@ def test_a_name_that_has_moved_says_where_to(name):
     [
         (
             "algo.options",
-            ["algo.kl_coef=0.1", "scoring.process=judge:steps"],
+            ["algo.advantage=rae", "algo.kl_coef=0.1", "scoring.process=judge:steps"],
             [p for p in PARAMETERS if p.owner in ("truncated", "guard", *OF_A_RUN)],
         ),
         ("pivots.options", ["pivots.branches=4"], PIVOT_PARAMETERS),
@@ -346,6 +346,21 @@ def test_syntax_error_names_the_line(tmp_path):
             ["rollout.group_size=1", "algo.advantage=reinforce++", "rollout.drop_zero_variance=true"],
             ["rollout.drop_zero_variance"],
         ),
+        (
+            ["algo.advantage=rae", "rollout.drop_zero_variance=true"],
+            ["rollout.drop_zero_variance", "earlier steps"],
+        ),
+        (["algo.advantage=rae", "pivots.branches=4"], ["pivots.branches is 4", "algo.advantage = rae"]),
+        (["algo.advantage=rae", "algo.options.rae.decay=1"], ["rae.decay", "below 1"]),
+        (["algo.options.rae.decay=0.9"], ["rae.decay", "rae is not in use"]),
+        (
+            ["algo.options.echo.coef=0.1", "distill.teachers={a = 'x'}", "distill.divergence=forward"],
+            ["echo.coef", "distill.divergence = sampled"],
+        ),
+        (["rollout.group_size=1", "algo.advantage=vcpo"], ["rollout.group_size", "vcpo"]),
+        (["algo.advantage=vcpo", "trainer.ranks=2"], ["algo.advantage is vcpo", "trainer.ranks = 1"]),
+        (["algo.advantage=vcpo", "rollout.quorum=0.8"], ["algo.advantage is vcpo", "rollout.quorum = 1"]),
+        (["algo.advantage=vcpo", "scoring.process=judge:steps"], ["vcpo", "leave scoring.process out"]),
         (["rollout.over_provision=2.5"], ["rollout.over_provision", "at most 2", "rollout.max_lag to 2"]),
         (["rollout.over_provision=1.1", "rollout.max_lag=0"], ["rollout.over_provision", "at most 1"]),
         (["rollout.quorum=0.8", "rollout.max_lag=0"], ["rollout.quorum", "rollout.max_lag to 1"]),
@@ -360,6 +375,15 @@ def test_syntax_error_names_the_line(tmp_path):
         (["trainer.warmup_steps=101"], ["trainer.warmup_steps", "run.steps = 100"]),
         (["algo.options.kl.estimator=k2"], ["kl.estimator", "kl is not in use"]),
         (["algo.kl_coef=0.1", "algo.options.kl.estimator=k1"], ["kl.estimator", "one of k2, k3"]),
+        (
+            ["algo.kl_coef=0.1", "algo.options.kl.estimator=k1", "algo.options.kl.reference=engine"],
+            ["kl.estimator", "inside the reward", "set algo.advantage = reinforce++ with it"],
+        ),
+        (
+            ["algo.kl_coef=0.1", "algo.options.kl.estimator=k1", "algo.advantage=reinforce++"],
+            ["kl.estimator", 'set "kl.reference" = engine with it'],
+        ),
+        (["algo.options.kl.estimator=k1"], ["kl.estimator", "kl is not in use"]),
         (["algo.options.kl.reference=engine"], ["kl.reference", "kl is not in use"]),
         (
             ["algo.options.kl.reference=engine", "algo.kl_coef=0.1", "lora.rank=4"],

@@ -2,11 +2,12 @@
 
 In: the returns of the attempts that are compared with each other. Out: float32 of the same length, which
 ``data.samples`` spreads over each attempt's sampled tokens. An advantage depends on its own group only;
-the batch-wide steps, ``whiten`` and ``scale_by_returns``, are applied to new samples when a batch is taken.
+the batch-wide steps, ``whiten`` and ``scale_by_returns``, are applied to new samples when a batch is taken, and
+so is the baseline of ``rae`` (``running_means``), which is what the run remembers of earlier steps.
 
 GRPO: arXiv 2402.03300. Dr.GRPO: arXiv 2503.20783. RLOO: arXiv 2402.14740. REINFORCE++, with groups its
-baseline variant: arXiv 2501.03262; its per-token KL reward is left out, since KL is a term of the loss
-here. MaxRL: maximum likelihood RL (2026). Lite PPO: arXiv 2508.08221. Soft overlong punishment: DAPO, arXiv 2503.14476.
+baseline variant: arXiv 2501.03262; its per-token KL reward is in ``reward_kl``. MaxRL: maximum likelihood RL (2026).
+Lite PPO: arXiv 2508.08221. VCPO: arXiv 2602.17616. Soft overlong punishment: DAPO, arXiv 2503.14476.
 """
 
 from __future__ import annotations
@@ -72,6 +73,26 @@ def lite_ppo(returns: Returns) -> np.ndarray:
     return dr_grpo(returns)
 
 
+def rae(returns: Returns) -> np.ndarray:
+    """R itself; complete only after ``running_means.over_means`` has taken the agent's running mean off."""
+    return _finite(returns).astype(np.float32)
+
+
+def vcpo(returns: Returns) -> np.ndarray:
+    """R itself; complete only after the trainer, which alone knows gradients, has taken ``optimal_baseline`` off."""
+    return _finite(returns).astype(np.float32)
+
+
+def optimal_baseline(returns: Returns, log_weights: Returns, squared_norms: Returns) -> float:
+    """b = sum w^2 |g|^2 R / sum w^2 |g|^2, with the attempts' ratios to the behaviour policy w and the gradients of
+    their log-probabilities g: the b for which w g (R - b) has the least second moment. The mean where no gradient is
+    there to be weighed."""
+    values, squares = _finite(returns), np.asarray(squared_norms, dtype=np.float64)
+    logs = np.asarray(log_weights, dtype=np.float64)
+    shares = np.exp(2 * (logs - logs.max())) * squares
+    return float((shares * values).sum() / shares.sum()) if shares.sum() > 0 else float(values.mean())
+
+
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": grpo,
     "dr-grpo": dr_grpo,
@@ -79,6 +100,8 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "reinforce++": reinforce_pp,
     "maxrl": maxrl,
     "lite-ppo": lite_ppo,
+    "rae": rae,
+    "vcpo": vcpo,
 }
 
 
@@ -86,6 +109,8 @@ def against_frozen(name: str, returns: Returns, frozen: Returns, *, group_size: 
     """Advantages of attempts that came too late for their group's quorum: baseline and scale are those of ``frozen``,
     the quorum's returns. Where a scale divides, they are cut at the most an attempt of a whole group can have: held
     against a quorum that is nearly unanimous, a dissenter would have any number."""
+    if name in RUNNING:
+        return ADVANTAGES[name](returns)
     values, known = _finite(returns), _finite(frozen)
     mean, advantages = known.mean(), values - known.mean()
     if name == "grpo":
@@ -96,6 +121,12 @@ def against_frozen(name: str, returns: Returns, frozen: Returns, *, group_size: 
         advantages = np.clip(advantages / mean, -1.0, most) if mean > 0 else np.zeros_like(values)
     return advantages.astype(np.float32)
 
+
+RUNNING = frozenset({"rae"})
+"""Advantages that compare with what was earned in earlier steps, not with the attempts of a group."""
+
+BY_THE_TRAINER = frozenset({"vcpo"})
+"""Advantages whose baseline needs gradients: a batch brings the returns."""
 
 BATCH_WHITENED = frozenset({"reinforce++"})
 """Advantages that ``whiten`` completes when a batch is taken."""

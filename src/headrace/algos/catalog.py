@@ -76,6 +76,12 @@ LOSSES: dict[str, LossEntry] = {
             Parameter("sapo.tau_neg", 1.05, "tau where A <= 0", above=0),
         ),
     ),
+    "gipo": LossEntry(
+        "-sg(exp(-(log u)^2 / (2 sigma^2))) u A",
+        "arXiv 2603.03955",
+        "any weight",
+        parameters=(Parameter("gipo.sigma", 1.0, "width of the weight in the log of the ratio", above=0),),
+    ),
     "aspo": LossEntry(
         "-sg(min(w, cap)) A log policy, w = 1/u where A > 0, else u; PPO's clip leaves tokens out",
         "arXiv 2510.06062",
@@ -225,6 +231,9 @@ CORRECTIONS: dict[str, CorrectionEntry] = {
 
 OTHER_PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
+        "rae.decay", 0.95, "share of the running mean that each attempt's return leaves; below 1", at_least=0
+    ),
+    Parameter(
         "truncated.mode",
         "keep",
         "completions cut off at the length limit: `keep` them, `mask` them (not trained on, not counted), or "
@@ -255,7 +264,10 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
         at_least=0,
     ),
     Parameter(
-        "kl.estimator", "k3", "of the divergence that `algo.kl_coef` weighs, see above", choices=("k2", "k3")
+        "kl.estimator",
+        "k3",
+        "of the divergence that `algo.kl_coef` weighs, see above; `k1` is inside the reward",
+        choices=("k2", "k3", "k1"),
     ),
     Parameter(
         "kl.reference",
@@ -271,6 +283,12 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
         at_least=0,
     ),
     Parameter(
+        "echo.coef",
+        0.0,
+        "weight of the cross-entropy on what an environment answered, 0.1 is usual; 0 is off",
+        at_least=0,
+    ),
+    Parameter(
         "process.form",
         "potential",
         "what the scores of steps (`scoring.process`) become: the normalised `sum` of those to come, close to the "
@@ -281,7 +299,7 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
         "process.weight", 1.0, "factor of the steps' advantages, which are added to the outcome's", at_least=0
     ),
 )
-OF_A_RUN: tuple[str, ...] = ("overlong", "kl", "balance", "process")
+OF_A_RUN: tuple[str, ...] = ("rae", "overlong", "kl", "balance", "echo", "process")
 """Owners of parameters that are no part of a loss with its corrections: who builds a run reads them."""
 
 PARAMETERS: tuple[Parameter, ...] = (

@@ -91,6 +91,10 @@ def parameter_values(
             raise ConfigError(
                 f'algo.options: "{name}.low" must be below "{name}.high", or nothing is left to train on.'
             )
+    if values.get("rae.decay", 0.0) >= 1:  # type: ignore[operator]
+        raise ConfigError(
+            f'algo.options: "rae.decay" is {values["rae.decay"]}, so that the mean would never move: set it below 1.'
+        )
     if "truncated.penalty" in flat(options) and values["truncated.mode"] != "penalise":
         raise ConfigError(
             'algo.options has "truncated.penalty", but nothing is penalised: set "truncated.mode" = "penalise", or '

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from headrace.algos.clipped_losses import gmpo, gspo, ppo
 from headrace.algos.ratios import TokenLoss
-from headrace.algos.weighted_losses import aipo, aspo, cispo, dppo_tv, dro, sapo, vespo
+from headrace.algos.weighted_losses import aipo, aspo, cispo, dppo_tv, dro, gipo, sapo, vespo
 
 PolicyLoss = Callable[..., TokenLoss]
 """Takes ``LossTokens``, and its parameters by their own names."""
@@ -22,6 +22,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "gmpo": gmpo,
     "cispo": cispo,
     "sapo": sapo,
+    "gipo": gipo,
     "aspo": aspo,
     # The weight and the anchor that make it decoupled are the plan's.
     "decoupled": ppo,

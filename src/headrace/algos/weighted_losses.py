@@ -1,4 +1,4 @@
-"""Losses that weigh each token's policy gradient instead of clipping it away: CISPO, AIPO, DPPO, VESPO and others.
+"""Losses that weigh each token's policy gradient instead of clipping it away: CISPO, GIPO, AIPO, VESPO and others.
 
 Legend: T loss tokens of one row.
 """
@@ -28,6 +28,14 @@ def sapo(tokens: LossTokens, *, tau_pos: float, tau_neg: float) -> TokenLoss:
     ratio_T, advantages_T = tokens.ratio_T, tokens.advantages_T
     tau_T = torch.full_like(advantages_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
     loss_T = -advantages_T * 4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1))
+    return TokenLoss(loss_T, nothing(loss_T), nothing(loss_T), nothing(loss_T))
+
+
+def gipo(tokens: LossTokens, *, sigma: float) -> TokenLoss:
+    """-sg(exp(-(log u)^2 / (2 sigma^2))) u A: the further a ratio is from 1, on either side, the less it counts."""
+    ratio_T = tokens.ratio_T
+    weight_T = (ratio_T.detach().log() / sigma).square().mul(-0.5).exp()
+    loss_T = -weight_T * ratio_T * tokens.advantages_T
     return TokenLoss(loss_T, nothing(loss_T), nothing(loss_T), nothing(loss_T))
 
 

@@ -27,7 +27,7 @@ _NOBODY = "none"
 SNAPSHOT = "snapshot:"
 """How the text of a teacher begins that is the policy itself, some versions back."""
 _DATASET_OPTIONS = ("split", "subset")
-_COMPARES_ATTEMPTS = ("grpo", "dr-grpo", "rloo", "maxrl", "lite-ppo")
+_COMPARES_ATTEMPTS = ("grpo", "dr-grpo", "rloo", "maxrl", "lite-ppo", "vcpo")
 
 
 def check(settings: Settings, *, training: bool) -> None:
@@ -83,12 +83,47 @@ def _groups(s: Settings) -> Iterator[str]:
     if s.algo.advantage in _COMPARES_ATTEMPTS:
         yield (
             f"rollout.group_size is 1, but algo.advantage = {s.algo.advantage} compares the attempts of a "
-            "group: set rollout.group_size to 2 or more, or algo.advantage = reinforce++."
+            "group: set rollout.group_size to 2 or more, or algo.advantage = reinforce++ or rae."
         )
     if s.rollout.drop_zero_variance:
         yield (
             "rollout.drop_zero_variance would drop every group of one attempt: set rollout.group_size to 2 "
             "or more, or rollout.drop_zero_variance = false."
+        )
+
+
+def _running_mean(s: Settings) -> Iterator[str]:
+    if s.algo.advantage != "rae":
+        return
+    if s.rollout.drop_zero_variance:
+        yield (
+            "rollout.drop_zero_variance would do nothing: algo.advantage = rae compares with earlier steps, so "
+            "attempts that ended alike still count; leave it out."
+        )
+    if s.pivots.branches:
+        yield (
+            f"pivots.branches is {s.pivots.branches}, but algo.advantage = rae compares with what whole attempts "
+            "earned, not those that go on from a pivot: set pivots.branches = 0, or another algo.advantage."
+        )
+
+
+def _optimal_baseline(s: Settings) -> Iterator[str]:
+    if s.algo.advantage != "vcpo":
+        return
+    if s.trainer.ranks > 1:
+        yield (
+            f"algo.advantage is vcpo, which needs the gradient of every attempt by itself, but trainer.ranks is "
+            f"{s.trainer.ranks} and ranks add theirs up: set trainer.ranks = 1, or another algo.advantage."
+        )
+    if s.rollout.quorum < 1:
+        yield (
+            f"algo.advantage is vcpo, whose baseline is of all attempts of a group at once, but rollout.quorum is "
+            f"{s.rollout.quorum:g}: set rollout.quorum = 1, or another algo.advantage."
+        )
+    if s.scoring.process is not None:
+        yield (
+            "algo.advantage is vcpo, whose baseline is that of whole attempts, but scoring.process tells their steps "
+            "apart: leave scoring.process out, or set another algo.advantage."
         )
 
 
@@ -179,6 +214,26 @@ def _composition(s: Settings) -> Iterator[str]:
         yield (
             "algo.advantage is maxrl, which needs returns of at least 0, but long completions are to lose reward: set "
             '"overlong.tokens" = 0 and "truncated.mode" to keep or mask in algo.options, or another algo.advantage.'
+        )
+
+
+def _kl(s: Settings) -> Iterator[str]:
+    options = flat(s.algo.options)
+    if options.get("kl.estimator") != "k1" or not s.algo.kl_coef:
+        return
+    missing = [
+        remedy
+        for remedy, is_there in (
+            ("algo.advantage = reinforce++", s.algo.advantage == "reinforce++"),
+            ('"kl.reference" = engine', options.get("kl.reference") == "engine"),
+        )
+        if not is_there
+    ]
+    if missing:
+        yield (
+            'algo.options has "kl.estimator" = k1, which as a loss has no gradient in expectation and belongs inside '
+            "the reward, where REINFORCE++ has it and where the reference must have been asked before a batch is made: "
+            f"set {' and '.join(missing)} with it, or set it to one of k2, k3."
         )
 
 
@@ -279,6 +334,12 @@ def _distill(s: Settings) -> Iterator[str]:
             f"{idle} is {d.top_k}, but distill.divergence = sampled asks teachers about the sampled token alone: set "
             "distill.divergence to forward or reverse, or leave distill.top_k out."
         )
+    echo = flat(s.algo.options).get("echo.coef", 0)
+    if d.teachers and d.divergence != "sampled" and echo:
+        yield (
+            f'algo.options has "echo.coef" = {echo}, but distill.divergence = {d.divergence} reads the head in a pass '
+            "that values no other tokens: set distill.divergence = sampled, or leave it out."
+        )
     if d.snapshots and s.weights.bundle == "delta":
         yield (
             f"distill.teachers has {snapshots[0]}, but a teacher that follows late needs whole bundles: set "
@@ -325,5 +386,6 @@ def _lora(s: Settings) -> Iterator[str]:
 _Rule = Callable[["Settings"], Iterator[str]]
 _ALWAYS: tuple[_Rule, ...] = (_tasks, _reward, _scoring, _engine)
 _TRAINING: tuple[_Rule, ...] = (
-    _sampling, _groups, _stragglers, _batch, _ranks, _composition, _distill, _pivots, _lora,
+    _sampling, _groups, _running_mean, _optimal_baseline, _stragglers, _batch, _ranks, _composition, _kl, _distill,
+    _pivots, _lora,
 )  # fmt: skip

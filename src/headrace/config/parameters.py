@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 def used_beside_the_loss(settings: Settings) -> tuple[str, ...]:
     """Owners of parameters in ``algo.options`` that are no part of the loss."""
-    sometimes = {"kl": settings.algo.kl_coef > 0, "process": settings.scoring.process is not None}
+    sometimes = {
+        "rae": settings.algo.advantage == "rae",
+        "kl": settings.algo.kl_coef > 0,
+        "process": settings.scoring.process is not None,
+    }
     return tuple(owner for owner in OF_A_RUN if sometimes.get(owner, True))
 
 
@@ -35,6 +39,13 @@ def algo_parameters(settings: Settings) -> dict[str, Any]:
 def has_reference_engine(settings: Settings) -> bool:
     """Whether an engine of its own computes the log-probabilities of a KL term's reference."""
     return bool(algo_parameters(settings).get("kl.reference") == "engine")
+
+
+def kl_terms(settings: Settings) -> tuple[str, float, float]:
+    """Estimator and weight of the divergence in the loss, and its weight in the reward; of the weights at most one is
+    above 0."""
+    estimator, coef = algo_parameters(settings).get("kl.estimator", "none"), settings.algo.kl_coef
+    return ("none", 0.0, coef) if estimator == "k1" else (estimator, coef, 0.0)
 
 
 def loss_options(settings: Settings) -> Mapping[str, Any]:

@@ -196,11 +196,12 @@ class ScoringSettings(Section):
 class AlgoSettings(Section):
     """From rewards to a loss."""
 
-    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "maxrl", "lite-ppo"] = "grpo"
+    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "maxrl", "lite-ppo", "rae", "vcpo"] = "grpo"
     """Baseline and scale: group mean and deviation, group mean only, mean of the others, whole batch, group mean and
-    itself, group mean and the batch's deviation."""
+    itself, group mean and the batch's deviation, a running mean of the agent's own rewards, what leaves stale attempts
+    the least variance."""
     loss: Literal[
-        "ppo", "gspo", "gmpo", "cispo", "sapo", "aspo", "decoupled", "aipo", "dppo-tv", "vespo", "dro"
+        "ppo", "gspo", "gmpo", "cispo", "sapo", "gipo", "aspo", "decoupled", "aipo", "dppo-tv", "vespo", "dro"
     ] = "ppo"
     """`ppo` with the two clips below is also DAPO's; `decoupled` clips against the policy at the start of
     the step; `docs/losses.md` has the formulas."""
@@ -218,13 +219,13 @@ class AlgoSettings(Section):
     `mis`, `seq-tis`, `seq-mis`) and any filters (`geo-filter`, `k3-filter`, `max-k2-filter`, `opsm`, `m2po`); see
     `docs/losses.md`."""
     options: Parameters = Field(default_factory=dict)
-    """Parameters of the loss, its corrections, the guard, long completions, the KL term, the balance of experts and
-    process rewards, by qualified name (`"tis.cap"`); `docs/losses.md` lists them."""
+    """Parameters of the loss, its corrections, the guard, long completions, the KL term, the balance of experts, an
+    environment's answers, running means and process rewards, by qualified name (`"tis.cap"`); see `docs/losses.md`."""
     guard: Literal["off", "warn", "scale", "stop"] = "warn"
     """What a batch too far from the policy does: `warn`, also `scale` the learning rate by the root of the share of
     effective samples, or `stop` the run."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight in the loss of the divergence from the starting model; 0 is off. `"kl.estimator"` and
+    """Weight of the divergence from the starting model in the loss, or in the reward; 0 is off. `"kl.estimator"` and
     `"kl.reference"` in `algo.options` say how it is computed and by whom."""
     routing: Literal["live", "keep"] = "keep"
     """In a mixture of experts, `keep` has the engine record which experts computed each token, and the trainer computes

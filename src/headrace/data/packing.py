@@ -76,6 +76,14 @@ class PackedRow:
         return int(self.token_ids.shape[0])
 
     @property
+    def environment_mask(self) -> np.ndarray:
+        """bool [T], tokens that were not sampled and come after ones that were: an environment wrote them. Loss tokens
+        before a segment cannot be those of its sequence: what is shared ends before the first."""
+        num_before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.loss_mask)])
+        at_start = np.repeat(num_before[self.cu_seqlens[:-1]], np.diff(self.cu_seqlens))
+        return ~self.loss_mask & (num_before[:-1] > at_start)
+
+    @property
     def num_sequences(self) -> int:
         return int(self.sample_index.shape[0])
 

@@ -18,7 +18,7 @@ from operator import attrgetter
 import numpy as np
 
 from headrace.data.routing import merge_routing
-from headrace.types import Episode, EpisodeGroup, Routing, Sample, SamplingMask, Trajectory, Turn
+from headrace.types import Episode, EpisodeGroup, Routing, Sample, SamplingMask, Task, Trajectory, Turn
 
 NEVER_SAMPLED = 2**31 - 1
 """``oldest_version`` of a sample without sampled tokens, as ``EpisodeGroup.oldest_version`` has it."""
@@ -68,6 +68,23 @@ def sequences(episodes: Sequence[Episode]) -> list[tuple[np.ndarray, float]]:
         )
         for _, chain in _all_chains(episodes)
     ]
+
+
+def agents(episodes: Sequence[Episode]) -> list[str]:
+    """Whose the ``sequences`` are."""
+    return [
+        agent_of(episode.task, trajectory)
+        for episode in sorted(episodes, key=attrgetter("attempt"))
+        for trajectory in episode.trajectories
+        if trajectory.trainable
+        for _ in _chains(trajectory)
+    ]
+
+
+def agent_of(task: Task, trajectory: Trajectory) -> str:
+    """Whom the environment names for it, apart for each role or game that tasks name in a column ``agent``."""
+    role = task.columns.get("agent")
+    return trajectory.policy if role is None else f"{role}/{trajectory.policy}"
 
 
 def sequence_masks(episodes: Sequence[Episode]) -> list[SamplingMask | None]:

@@ -2,46 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 import numpy as np
 
-from headrace.algos.advantages import BATCH_SCALED, BATCH_WHITENED, scale_by_returns, whiten
+from headrace.algos.advantages import BATCH_SCALED, BATCH_WHITENED, RUNNING, scale_by_returns, whiten
+from headrace.algos.reward_kl import mean_k1, with_kl_to_come
+from headrace.algos.running_means import folded, over_means
 from headrace.data.samples import NEVER_SAMPLED, oldest_versions
 from headrace.runtime.buffer import ReadyGroup
 from headrace.runtime.parts import is_late
 from headrace.types import Sample, TrainBatch
 
 
-def make_batch(groups: Sequence[ReadyGroup], *, step: int, version: int, advantage: str) -> TrainBatch:
-    """Ordered by (group, attempt), whatever order the groups arrived in."""
+def make_batch(
+    groups: Sequence[ReadyGroup],
+    *,
+    step: int,
+    version: int,
+    advantage: str,
+    means: Mapping[str, float] | None = None,
+    reward_kl: float = 0.0,
+) -> TrainBatch:
+    """Ordered by (group, attempt), whatever order the groups arrived in. ``means``: the running means of before the
+    step, by agent. ``reward_kl``: what a unit of divergence from the reference costs in reward."""
     ordered = sorted(groups, key=lambda group: group.group)
     samples = [
         sample
         # Branches are compared with each other alone, here as in their groups.
         for kind in (False, True)
-        for sample in _finished([group for group in ordered if group.is_branch == kind], advantage)
+        for sample in _finished(
+            [group for group in ordered if group.is_branch == kind], advantage, means or {}, reward_kl
+        )
     ]
     samples.sort(key=attrgetter("group", "attempt"))
     return TrainBatch(step=step, version=version, samples=tuple(samples))
 
 
-def _finished(groups: Sequence[ReadyGroup], advantage: str) -> Sequence[Sample]:
-    """The samples of these groups, with what an advantage takes from the whole batch."""
+def means_after(
+    means: Mapping[str, float], groups: Sequence[ReadyGroup], *, decay: float
+) -> dict[str, float]:
+    """The running means once these groups are trained, folded in by (group, attempt)."""
+    ordered = sorted(groups, key=lambda group: group.group)
+    return folded(means, [pair for group in ordered for pair in group.earned], decay=decay)
+
+
+def _finished(
+    groups: Sequence[ReadyGroup], advantage: str, means: Mapping[str, float], reward_kl: float
+) -> Sequence[Sample]:
+    """The samples of these groups, with what an advantage takes from the whole batch or from earlier ones."""
     samples = tuple(sample for group in groups for sample in group.samples)
     if not samples:
         return ()
+    if advantage in RUNNING:
+        samples = over_means(samples, [agent for group in groups for agent in group.agents], means)
+    if reward_kl:
+        samples = with_kl_to_come(samples, reward_kl)
     if advantage in BATCH_WHITENED:
         samples = whiten(samples)
     if advantage in BATCH_SCALED:
-        samples = scale_by_returns(samples, [value for group in groups for value in group.returns])
+        samples = scale_by_returns(samples, [v for group in groups for v in group.worth or group.returns])
     return samples
 
 
-def describe(groups: Sequence[ReadyGroup], version: int) -> dict[str, float]:
+def describe(groups: Sequence[ReadyGroup], version: int, *, with_kl: bool = False) -> dict[str, float]:
     """Reward, lag and size of a batch trained from ``version``; ``age_spread`` is how many versions lie between its
-    oldest sample and its newest, an age being that of the oldest token."""
+    oldest sample and its newest, an age being that of the oldest token. ``with_kl``: also the mean divergence
+    from the reference, which costs reward."""
     samples = [sample for group in groups for sample in group.samples]
     sampled = np.concatenate([sample.loss_mask for sample in samples])
     lags = version - np.concatenate([sample.versions for sample in samples])[sampled]
@@ -63,5 +91,6 @@ def describe(groups: Sequence[ReadyGroup], version: int) -> dict[str, float]:
         "tokens": int(lags.size),
         "samples": len(samples),
         **({"late_samples": num_late} if num_late else {}),
+        **({"reward_kl": mean_k1(samples)} if with_kl else {}),
         **of_branches,
     }

@@ -28,6 +28,12 @@ class ReadyGroup:
     mean_return: float
     returns: tuple[float, ...] = ()
     """Of each attempt."""
+    worth: tuple[float, ...] = ()
+    """Of each trajectory that is trained, where these are compared and not attempts."""
+    agents: tuple[str, ...] = ()
+    """Whose each sample is, where a running mean is kept for each agent."""
+    earned: tuple[tuple[str, float], ...] = ()
+    """(agent, return) of each trajectory; likewise."""
     is_branch: bool = False
     """It rides along with a step, beyond its ``groups_per_step`` groups."""
 

@@ -19,14 +19,22 @@ from typing import Any
 
 import numpy as np
 
-from headrace.algos.advantages import ADVANTAGES, against_frozen, is_zero_variance, overlong_penalty
+from headrace.algos.advantages import (
+    ADVANTAGES,
+    BY_THE_TRAINER,
+    RUNNING,
+    against_frozen,
+    is_zero_variance,
+    overlong_penalty,
+)
 from headrace.algos.process import trajectory_advantages
 from headrace.data.kept_limits import record_fault
 from headrace.data.returns import weighted_return
-from headrace.data.samples import build_samples
+from headrace.data.samples import agent_of, agents, build_samples
 from headrace.data.steps import trajectory_steps
 from headrace.errors import CheckpointError, InvariantError, PromptTooLongError, RoleError, WeightSyncError
 from headrace.protocols import Environment
+from headrace.runtime import peers
 from headrace.runtime.buffer import ReadyGroup
 from headrace.runtime.journal import Record
 from headrace.runtime.parts import group_of, is_late
@@ -254,9 +262,12 @@ class GroupRunner:
             raise _Unusable(*fault)
         if live.is_branch and len(versions := start_versions(episodes)) > 1:
             raise _Unusable("stale", f"its branches began under versions {versions}")
+        if len(attempts) < live.num_attempts and not live.quorum and peers.names_any(episodes):
+            # A peer that is still missing has no frozen return to be held against.
+            return False
         missing = await self._settle(live, attempts)
         returns = self._returns(live, episodes)
-        if not live.quorum and self._tells_nothing(live, returns):
+        if not live.quorum and self._tells_nothing(live, episodes, returns):
             if len(attempts) < live.num_attempts:
                 return False
             if self._plan.drop_zero_variance and not _is_taught(live):
@@ -302,9 +313,14 @@ class GroupRunner:
             returns = [r - self._truncated(e) for r, e in zip(returns, episodes, strict=True)]
         return returns
 
-    def _tells_nothing(self, live: LiveGroup, returns: Sequence[float]) -> bool:
+    def _tells_nothing(self, live: LiveGroup, episodes: Sequence[Episode], returns: Sequence[float]) -> bool:
+        # Against earlier steps equal attempts are not equal to nothing.
+        if self._plan.advantage in RUNNING:
+            return False
         # Steps that were judged tell attempts apart which ended alike.
         unjudged = self._process is None or not live.columns.get(self._process.name)
+        if peers.names_any(episodes):
+            return peers.tell_nothing(episodes, returns)
         return unjudged and is_zero_variance(np.array(returns))
 
     def _overlong(self, episode: Episode) -> float:
@@ -352,6 +368,11 @@ def ready_part(plan: RunPlan, live: LiveGroup, part: int) -> ReadyGroup:
     assert scored is not None
     if not is_late(part):
         return ready_group(plan, scored)
+    if peers.names_any(scored.episodes):
+        raise ValueError(
+            f"late attempts of group {live.group} name peers, but those of its quorum did not: an environment must "
+            "name them in every attempt or in none"
+        )
     advantages = against_frozen(plan.advantage, scored.returns, live.frozen, group_size=live.num_attempts)
     return replace(ready_group(plan, scored, advantages), group=part)
 
@@ -360,21 +381,45 @@ def ready_group(plan: RunPlan, scored: EpisodeGroup, advantages: Any = None) -> 
     """Advantages (None: those among its attempts) and samples of a scored group; pure, so recovery builds the same
     ones again."""
     if advantages is None:
-        advantages = ADVANTAGES[plan.advantage](np.array(scored.returns, dtype=np.float64))
+        advantages = _outcome_advantages(plan, scored)
     if plan.process is not None:
         steps = [trajectory_steps(scored, e.attempt) for e in scored.episodes]
         advantages = trajectory_advantages(
             advantages, steps, form=plan.process.form, weight=plan.process.weight
         )
     samples, is_branch = build_samples(scored, advantages), scored.task.pivot is not None
+    keeps_means, told_apart = plan.advantage in RUNNING, peers.names_any(scored.episodes)
+    worth = peers.worth(scored.episodes, scored.returns) if keeps_means or told_apart else []
+    earned = [value for _, value in worth if told_apart] or scored.returns
     return ReadyGroup(
         group=scored.group,
         samples=tuple([replace(s, component="pivot") for s in samples]) if is_branch else samples,
+        agents=tuple(agents(scored.episodes)) if keeps_means else (),
+        earned=tuple([(agent_of(scored.task, t), value) for t, value in worth]) if keeps_means else (),
         is_branch=is_branch,
         oldest_version=scored.oldest_version,
-        mean_return=sum(scored.returns) / len(scored.returns),
+        mean_return=sum(earned) / len(earned),
         returns=scored.returns,
+        worth=tuple(earned) if told_apart else (),
     )
+
+
+def _outcome_advantages(plan: RunPlan, scored: EpisodeGroup) -> Any:
+    """A number for each attempt, or one for each of its sampled tokens where its trajectories name their peers."""
+    function = ADVANTAGES[plan.advantage]
+    if not peers.names_any(scored.episodes):
+        return function(np.array(scored.returns, dtype=np.float64))
+    if plan.process is not None:
+        raise ValueError(
+            f"trajectories of group {scored.group} have rewards or peers of their own, but scoring.process adds to "
+            "what whole attempts earned: leave scoring.process out, or let the environment name none"
+        )
+    if plan.advantage in BY_THE_TRAINER:
+        raise ValueError(
+            f"trajectories of group {scored.group} have rewards or peers of their own, but algo.advantage = "
+            f"{plan.advantage} compares attempts: set another one, or let the environment name none"
+        )
+    return peers.advantages(function, scored.episodes, scored.returns)
 
 
 async def _end_all(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -32,7 +32,7 @@ from headrace.protocols import (
     StepScorer,
     TaskSource,
 )
-from headrace.runtime.batches import describe, make_batch
+from headrace.runtime.batches import describe, make_batch, means_after
 from headrace.runtime.branching import Branching
 from headrace.runtime.buffer import ReadyGroup, RolloutBuffer
 from headrace.runtime.checkpoint import CheckpointStore, recover
@@ -244,7 +244,8 @@ class Pipeline:
             stop.cancel()
 
     async def _train(self, groups: Sequence[ReadyGroup]) -> None:
-        summary = describe(groups, self.state.version)
+        means = {f"baseline_{agent}": mean for agent, mean in self.state.means.items()}
+        summary = describe(groups, self.state.version, with_kl=self._plan.reward_kl > 0) | means
         result = await self._step(groups)
         if self._plan.staleness == "drop":
             # Work that this step made too old is cancelled now, not when it finishes.
@@ -263,11 +264,20 @@ class Pipeline:
         step = self.state.step + 1
         names = sorted(group.group for group in groups)
         self._record({"kind": "take", "step": step, "groups": names})
-        batch = make_batch(groups, step=step, version=self.state.version, advantage=self._plan.advantage)
+        batch = make_batch(
+            groups,
+            step=step,
+            version=self.state.version,
+            advantage=self._plan.advantage,
+            means=self.state.means,
+            reward_kl=self._plan.reward_kl,
+        )
         # Weights must never hold a batch that the journal does not.
         self._journal.flush()
         result = await self._within(f"training step {step}", self._trainer.step(batch))
-        self._record({"kind": "trained", "step": step, "version": result.version, "groups": names})
+        means = means_after(self.state.means, groups, decay=self._plan.rae_decay)
+        kept = {"means": means} if means else {}
+        self._record({"kind": "trained", "step": step, "version": result.version, "groups": names, **kept})
         return result
 
     async def _land(

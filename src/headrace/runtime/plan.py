@@ -40,6 +40,10 @@ class RunPlan:
     staleness: StalenessPolicy = "pace"
     advantage: str = "grpo"
     """A name in ``algos.advantages.ADVANTAGES``."""
+    rae_decay: float = 0.95
+    """Of the running means that advantage ``rae`` compares with."""
+    reward_kl: float = 0.0
+    """What a sampled token's divergence from the reference (k1) costs in reward; 0: nothing."""
     reward_weights: tuple[float, ...] | None = None
     drop_zero_variance: bool = False
     overlong_buffer_tokens: int = 0

@@ -50,6 +50,8 @@ class RecordedTrajectory(NamedTuple):
     text: str
     policy: str
     trainable: bool
+    own_reward: float = 0.0
+    peers: str = ""
 
 
 @dataclass(slots=True)
@@ -113,6 +115,8 @@ class RecordedGroup:
                     rewards=(attempt.rewards or {}) if place == 0 else {},
                     policy=told.policy,
                     trainable=told.trainable,
+                    own_reward=told.own_reward,
+                    peers=told.peers,
                 )
                 for place, told in enumerate(attempt.trajectories)
             )
@@ -222,8 +226,7 @@ def _add_to_attempt(attempt: RecordedAttempt, record: dict[str, Any]) -> None:
         attempt.turns[record["turn"]], attempt.unfinished = turn, None
     elif kind == "episode":
         attempt.trajectories = tuple(
-            RecordedTrajectory(tuple(turns), text, policy, trainable)
-            for turns, text, policy, trainable in record["trajectories"]
+            RecordedTrajectory(tuple(turns), *told) for turns, *told in record["trajectories"]
         )
     else:
         raise ValueError(f"a record of the unknown kind {kind!r}")
@@ -264,7 +267,8 @@ def _add_episode(attempt: RecordedAttempt, episode: Episode, order: list[int] | 
     told = []
     for trajectory in episode.trajectories:
         named = tuple(islice(numbers, len(trajectory.turns)))
-        told.append(RecordedTrajectory(named, trajectory.text, trajectory.policy, trajectory.trainable))
+        own = trajectory.own_reward, trajectory.peers
+        told.append(RecordedTrajectory(named, trajectory.text, trajectory.policy, trajectory.trainable, *own))
     if order is None:
         attempt.turns = dict(enumerate(turn for t in episode.trajectories for turn in t.turns))
     attempt.trajectories = tuple(told)

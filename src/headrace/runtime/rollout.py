@@ -189,11 +189,13 @@ async def run_attempt(
 
 def _by_number(trajectory: Trajectory, turns: list[Turn]) -> list[object]:
     numbers = {id(turn): i for i, turn in enumerate(turns)}
+    own = [trajectory.own_reward, trajectory.peers]
     return [
         [numbers[id(turn)] for turn in trajectory.turns],
         trajectory.text,
         trajectory.policy,
         trajectory.trainable,
+        *(own if any(own) else ()),
     ]
 
 

@@ -8,7 +8,8 @@ killed controller knew is what its successor reads back. The record kinds:
     turn     {group, attempt, turn, value}         a turn is finished: a ``Turn`` whose completion holds
                                                    only what ``tokens`` records have not said yet
     episode  {group, attempt, trajectories}        an attempt is finished; a trajectory is a list of its turns
-                                                   by number, text, policy and trainable
+                                                   by number, text, policy and trainable, and where it has them
+                                                   its own reward and its peers
     scores   {columns}                             a source has said something of these attempts
     again    {source, why}                         a question failed while its attempt went on; it is put once more
     scored   {group, returns, missing, attempts}   these attempts (left out: all) wait for their batch; ``missing``
@@ -17,7 +18,8 @@ killed controller knew is what its successor reads back. The record kinds:
     explored {depth, success}                      how a branch group that began at this depth ended
     drop     {group, reason, detail}               a group ends untrained
     take     {step, groups}                        a step begins to train these groups
-    trained  {step, version, groups}               ... and has; its slots are held until the weights arrive
+    trained  {step, version, groups, means}        ... and has; its slots are held until the weights arrive. ``means``,
+                                                   where running means are kept: those the next step compares with
 
 In the last three a group that was released with a quorum of its attempts is named by its part (``parts``).
 """
@@ -139,6 +141,8 @@ class RunState:
     next_group: int = 0
     num_trained_groups: int = 0
     """Branch groups not counted."""
+    means: dict[str, float] = field(default_factory=dict)
+    """Running mean of what each agent earned, where the advantage compares with it."""
     pivots: PivotMemory = field(default_factory=PivotMemory)
     ledger: AttemptLedger = field(default_factory=AttemptLedger)
     groups: dict[int, LiveGroup] = field(default_factory=dict)
@@ -168,6 +172,7 @@ class RunState:
             "version": self.version,
             "next_group": self.next_group,
             "num_trained_groups": self.num_trained_groups,
+            "means": dict(self.means),
             "pivots": self.pivots.snapshot(),
             "missing_scores": dict(self.missing_scores),
             "asked_again": dict(self.asked_again),
@@ -246,8 +251,14 @@ def _episode(state: RunState, r: dict[str, Any]) -> None:
     turns = live.turns.get(attempt, [])
     state.num_given_up += "abort" in [turn.completion.finish_reason for turn in turns]
     trajectories = [
-        Trajectory(turns=tuple([turns[i] for i in numbers]), text=text, policy=policy, trainable=trainable)
-        for numbers, text, policy, trainable in r["trajectories"]
+        Trajectory(
+            turns=tuple([turns[i] for i in numbers]),
+            text=text,
+            policy=policy,
+            trainable=trainable,
+            **_own(own),
+        )
+        for numbers, text, policy, trainable, *own in r["trajectories"]
     ]
     live.episodes[attempt] = Episode(
         group=live.group, attempt=attempt, task=live.task, trajectories=tuple(trajectories)
@@ -255,6 +266,10 @@ def _episode(state: RunState, r: dict[str, Any]) -> None:
     order = [number for numbers, *_ in r["trajectories"] for number in numbers]
     if order != list(range(len(turns))):
         live.turn_order[attempt] = order
+
+
+def _own(told: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(("own_reward", "peers"), told, strict=bool(told)))
 
 
 def _scores(state: RunState, r: dict[str, Any]) -> None:
@@ -352,6 +367,8 @@ def _with_rewards(episode: Episode, rewards: dict[str, float | None]) -> Episode
         rewards=rewards,
         policy=first.policy,
         trainable=first.trainable,
+        own_reward=first.own_reward,
+        peers=first.peers,
     )
     return Episode(
         group=episode.group, attempt=episode.attempt, task=episode.task, trajectories=(scored, *others)
@@ -380,6 +397,7 @@ def _take(state: RunState, r: dict[str, Any]) -> None:
 
 def _trained(state: RunState, r: dict[str, Any]) -> None:
     state.step, state.version = r["step"], r["version"]
+    state.means = dict(r.get("means", state.means))
     for part in r["groups"]:
         live = state.live_part(part)
         state.ledger.move(live.group, live.attempts(part), "training", "trained")

@@ -42,6 +42,8 @@ class RowLogprobs:
     """Of the teacher's likeliest tokens; None: they are not compared."""
     kept_mass_N: torch.Tensor | None = None
     """As in ``TokenValues``."""
+    environment_E: torch.Tensor | None = None
+    """Likewise."""
 
 
 def row_logprobs(weights: PolicyWeights, row: TrainRow, *, compared: bool) -> RowLogprobs:
@@ -50,7 +52,9 @@ def row_logprobs(weights: PolicyWeights, row: TrainRow, *, compared: bool) -> Ro
     ids_NK = None if row.teacher is None else row.teacher.top_ids_NK
     if ids_NK is None or not compared:
         values = weights.values(row.tensors)
-        return RowLogprobs(values.logprobs_N, values.entropy_N, None, values.kept_mass_N)
+        return RowLogprobs(
+            values.logprobs_N, values.entropy_N, None, values.kept_mass_N, values.environment_E
+        )
     ids_NA = torch.cat([row.tensors.targets_N[:, None], ids_NK], dim=1)
     logprobs_NA, entropy_N = weights.logprobs_at(row.tensors, ids_NA)
     return RowLogprobs(logprobs_NA[:, 0], entropy_N, logprobs_NA[:, 1:])

@@ -5,7 +5,7 @@ the row's loss tokens at the temperatures they were sampled with, by ``whole_hea
 kept set (top-k, top-p, min-p) are valued over that set, by ``kept_head``. Both work on a chunk of tokens at a time,
 so that float32 [tokens, vocabulary] never exists whole. Logits are float32 whatever the model is computed in.
 
-Legend: T tokens of the row, N loss tokens, H hidden size, V vocabulary.
+Legend: T tokens of the row, N loss tokens, E those an environment wrote, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ GPU_KEPT_ELEMENTS = 2**31
 """Most slopes of logits kept for the backward: 4 GiB in bf16, of some 14,000 tokens with 150 thousand words."""
 
 
+class EnvironmentTokens(NamedTuple):
+    """Tokens of the row that an environment wrote between sampled ones."""
+
+    predictors_E: torch.Tensor
+    targets_E: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class RowTensors:
     """A packed row on the device, reduced to its loss tokens where only those matter."""
@@ -55,6 +62,8 @@ class RowTensors:
     """The kept sets of the loss tokens; None: all were drawn from the whole vocabulary."""
     routes: RowRoutes | None = None
     """What a mixture's routers chose when the tokens were sampled; None: not known."""
+    environment: EnvironmentTokens | None = None
+    """None: there are none, or nobody asks."""
     slope_tokens: int = 0
     """Of so many loss tokens the head keeps the slopes of logits for the backward, instead of computing the logits
     twice."""
@@ -68,9 +77,12 @@ class TokenValues(NamedTuple):
     """Without gradient, as ``kept_mass_N``."""
     kept_mass_N: torch.Tensor | None
     """Probability of the kept set under the model's whole distribution, nan where nothing was cut; None: nowhere."""
+    environment_E: torch.Tensor | None = None
+    """Log-probabilities of the environment's tokens with gradient, at temperature 1; None: they were not asked for."""
 
 
-def row_tensors(row: PackedRow, *, device: torch.device | str) -> RowTensors:
+def row_tensors(row: PackedRow, *, device: torch.device | str, with_environment: bool = False) -> RowTensors:
+    """``with_environment``: also what is needed to value the tokens that an environment wrote."""
     loss_tokens = np.flatnonzero(row.loss_mask)
 
     def put(array: np.ndarray) -> torch.Tensor:
@@ -90,7 +102,16 @@ def row_tensors(row: PackedRow, *, device: torch.device | str) -> RowTensors:
         if row.sampling_mask is None
         else kept_sets(rows_at(row.sampling_mask, loss_tokens), device),
         routes=_row_routes(row, device),
+        environment=_environment_tokens(row, device) if with_environment else None,
     )
+
+
+def _environment_tokens(row: PackedRow, device: torch.device | str) -> EnvironmentTokens | None:
+    places = np.flatnonzero(row.environment_mask)
+    if not places.size:
+        return None
+    predictors, targets = (torch.from_numpy(ids).to(device) for ids in (places - 1, row.token_ids[places]))
+    return EnvironmentTokens(predictors, targets)
 
 
 def _row_routes(row: PackedRow, device: torch.device | str) -> RowRoutes | None:
@@ -114,6 +135,32 @@ def head_values(
     """Log-probabilities of the loss tokens with gradient, each over the set it was drawn from. The gradient of the
     head's weight is added to that of ``head_master``, where one is given, and to its own otherwise."""
     hidden_TH = decoder_output(model, row)
+    values = _loss_token_values(model, hidden_TH, row, head_master)
+    if row.environment is None:
+        return values
+    environment_E = _environment_logprobs(model, hidden_TH, row.environment, head_master)
+    return values._replace(environment_E=environment_E)
+
+
+def _environment_logprobs(
+    model: PreTrainedModel,
+    hidden_TH: torch.Tensor,
+    tokens: EnvironmentTokens,
+    head_master: torch.Tensor | None,
+) -> torch.Tensor:
+    """A pass of its own over the head, so that those of the loss tokens are cut into chunks as ever."""
+    head, hidden_EH = linear_head(model), hidden_TH.index_select(0, tokens.predictors_E)
+    logprobs_E, _ = HeadLogprobs.apply(
+        hidden_EH, head.weight, head.bias, tokens.targets_E,
+        torch.ones_like(tokens.targets_E, dtype=torch.float32),
+        getattr(model.config, "final_logit_softcapping", None), chunk_tokens(head.weight), head_master,
+    )  # fmt: skip
+    return logprobs_E
+
+
+def _loss_token_values(
+    model: PreTrainedModel, hidden_TH: torch.Tensor, row: RowTensors, head_master: torch.Tensor | None
+) -> TokenValues:
     head = linear_head(model)
     hidden_NH = hidden_TH.index_select(0, row.predictors_N)
     softcap = getattr(model.config, "final_logit_softcapping", None)

@@ -103,6 +103,9 @@ class RowOutcome:
     """The part of ``loss`` due to unevenly used experts, before its coefficient; None: it has none."""
     distillation: torch.Tensor | None = None
     """The row's share of the divergence from its teachers; None: it has none."""
+    environment: torch.Tensor | None = None
+    """The row's share of the cross-entropy of what an environment answered; None: it has none."""
+    num_environment_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,10 @@ class TrainOptions:
     keep_reference: bool = True
     """False: the reference of a KL term is not kept here, samples bring its log-probabilities."""
     balance_coef: float = 0.0
+    echo_coef: float = 0.0
+    """Weight of the cross-entropy on what an environment answered; 0: those tokens are not trained on."""
+    optimal_baseline: bool = False
+    """Samples bring returns, which are held against their group's optimal baseline, at a backward for each attempt."""
     pivot_weight: float = 1.0
     """Of the branches' part of the loss, which has its own denominator."""
     routing: RoutingName = "keep"
@@ -79,6 +83,13 @@ class TrainOptions:
         for name in ("minibatches", "row_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.echo_coef < 0:
+            raise ConfigError(f"echo_coef must be at least 0, not {self.echo_coef}")
+        if self.echo_coef and self.distillation is not None and self.distillation.compares:
+            raise ConfigError(
+                f"echo_coef is {self.echo_coef}, but divergence {self.distillation.divergence!r} is read off the head "
+                "in a pass that values no other tokens: use divergence 'sampled', or set echo_coef to 0"
+            )
         if self.learning_rate < 0:
             raise ConfigError(f"learning_rate must be at least 0, not {self.learning_rate}")
         if self.grad_clip is not None and self.grad_clip <= 0:

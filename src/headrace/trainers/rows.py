@@ -53,6 +53,8 @@ class TrainRow:
     """What each of the row's sequences counts in a mean over those of the step."""
     teacher: TeacherInputs | None = None
     """None: none of the row's samples has a teacher."""
+    environment_weights_E: torch.Tensor | None = None
+    """float32, the share in their own component of the tokens an environment wrote; None: they are not trained on."""
 
     @property
     def is_filler(self) -> bool:
@@ -79,20 +81,22 @@ def train_rows(
     ranks: Ranks = ALONE,
     parts: Sequence[Part] = (),
     with_teachers: bool = False,
+    with_environment: bool = False,
     pivot_weight: float = 1.0,
 ) -> list[TrainRow]:
     """Rows of at most ``row_tokens`` tokens; one without loss tokens is left out. Each of ``parts``, the loss's
     further components, has a normaliser over the tokens it covers. Teachers' scores are brought along where they
-    are asked for, their normaliser being that of the samples that have one. ``pivot_weight``: of the branches' part
-    of the loss, whose normaliser is its own too."""
+    are asked for, their normaliser being that of the samples that have one; so are the tokens that an environment
+    wrote, with a normaliser over these alone. ``pivot_weight``: of the branches' part of the loss, whose normaliser is
+    its own too."""
     packed = pack(samples, row_tokens=row_tokens, share_prefixes=share_prefixes)
     first = sum(ranks.counts(len(samples))[: ranks.rank])
     kinds = ranks.join(
         torch.tensor([COMPONENTS.index(s.component) for s in samples], dtype=torch.int64)
     ).numpy()
 
-    def token_weights(covered: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """For each row the weights of its loss tokens, 0 where they are not covered."""
+    def token_weights(covered: Sequence[np.ndarray], of: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """For each row the weights of the tokens ``of``, 0 where they are not covered."""
         counts = np.zeros(len(samples), dtype=np.int64)
         for row, is_covered in zip(packed, covered, strict=True):
             counts[row.sample_index] = np.bincount(row.sequence[is_covered], minlength=row.num_sequences)
@@ -101,17 +105,23 @@ def train_rows(
             everyones, kinds, (1.0, pivot_weight), aggregation=aggregation, max_tokens=max_tokens
         )[first:]
         return [
-            (weights[row.sample_index][row.sequence] * is_covered)[row.loss_mask].astype(np.float32)
-            for row, is_covered in zip(packed, covered, strict=True)
+            (weights[row.sample_index][row.sequence] * is_covered)[wanted].astype(np.float32)
+            for row, is_covered, wanted in zip(packed, covered, of, strict=True)
         ]
 
-    own = token_weights([row.loss_mask for row in packed])
-    extra = {part.name: token_weights([part.covers(row) & row.loss_mask for row in packed]) for part in parts}
+    sampled = [row.loss_mask for row in packed]
+    own = token_weights(sampled, sampled)
+    extra = {
+        part.name: token_weights([part.covers(row) & row.loss_mask for row in packed], sampled)
+        for part in parts
+    }
+    answered = [row.environment_mask for row in packed] if with_environment else []
+    environment = token_weights(answered, answered) if with_environment else None
     share = 1.0 / max(ranks.totals(len(samples))[0], 1)
     rows = [
         _device_row(
             row, own[i], share, parts={name: weights[i] for name, weights in extra.items()}, version=version,
-            device=device,
+            device=device, environment=None if environment is None else environment[i],
         )
         for i, row in enumerate(packed)
         if row.loss_mask.any()
@@ -178,13 +188,15 @@ def _device_row(
     parts: Mapping[str, np.ndarray],
     version: int,
     device: torch.device,
+    environment: np.ndarray | None = None,
 ) -> TrainRow:
+    """``environment``: weights of the tokens that one wrote; None: they are not trained on."""
     mask = row.loss_mask
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    tensors = row_tensors(row, device=device)
+    tensors = row_tensors(row, device=device, with_environment=environment is not None)
     inputs = LossInputs(
         behavior_logprobs_N=put(row.behavior_logprobs[mask]),
         advantages_N=put(row.advantages[mask]),
@@ -196,7 +208,8 @@ def _device_row(
         ref_logprobs_N=None if row.ref_logprobs is None else put(row.ref_logprobs[mask]),
         part_weights_N={name: put(part) for name, part in parts.items()},
     )
-    return TrainRow(tensors, inputs, sequence_share)
+    answered = None if environment is None else put(environment)
+    return TrainRow(tensors, inputs, sequence_share, environment_weights_E=answered)
 
 
 def _with_teachers(

@@ -31,25 +31,28 @@ from headrace.algos.parameters import of_owner
 from headrace.data import masks
 from headrace.data.dealing import minibatches
 from headrace.data.routing import RouterShape
-from headrace.errors import InvariantError, TrainingError
+from headrace.errors import ConfigError, InvariantError, TrainingError
 from headrace.protocols import WeightSender
 from headrace.timekeeping import TimeLedger
 from headrace.trainers.balance import ExpertBalance
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
 from headrace.trainers.distilling import row_logprobs
+from headrace.trainers.echo import Echo
 from headrace.trainers.guard import Guard, Verdict
 from headrace.trainers.metrics import RowRecord, behavior_metrics, starts, step_metrics
 from headrace.trainers.objective import RowOutcome
 from headrace.trainers.optim import build_adamw, rate_factor, set_learning_rate
+from headrace.trainers.optimal_baseline import over_optimal_baselines
 from headrace.trainers.options import TrainOptions
 from headrace.trainers.placement import Adapters, place_weights
 from headrace.trainers.ranks import ALONE, Ranks
 from headrace.trainers.routes import RouteTally, check_sample_routes, route_replay
 from headrace.trainers.rows import TrainRow, train_rows, with_cutoff, without_truncated
-from headrace.types import BundleKind, StepResult, TrainBatch, WeightManifest
+from headrace.types import BundleKind, Sample, StepResult, TrainBatch, WeightManifest
 
 _NOTHING = "no loss tokens"
+_NO_BATCH = TrainBatch(step=0, version=0, samples=())
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -71,6 +74,11 @@ class TorchTrainer:
         ``TrainOptions`` by name."""
         self._options = options = TrainOptions(**chosen)
         self.objective = options.objective()
+        if options.optimal_baseline and ranks.size > 1:
+            raise ConfigError(
+                f"the optimal baseline needs the gradient of every attempt by itself, but {ranks.size} ranks add "
+                "theirs up: train on one rank, or use another advantage"
+            )
         self._guard = Guard(options.guard, **of_owner(self.objective.composition.values, "guard"))
         self._sender, self.ledger, self._tokenizer_dir = sender, ledger, tokenizer_dir
         self._weights, self._reference = place_weights(
@@ -86,6 +94,7 @@ class TorchTrainer:
         self._ranks, self._device = ranks, self._weights.device
         self._replay = route_replay(self.policy, options.routing, self._device)
         self._balance = ExpertBalance(self.policy) if options.balance_coef else None
+        self._echo = Echo(options.echo_coef) if options.echo_coef else None
         on_gpu = self._device.type == "cuda"
         self._share_prefixes = on_gpu if options.share_prefixes is None else options.share_prefixes
         self.blocks = self._build_blocks(compiled=on_gpu and not options.eager and options.expert_ranks == 1)
@@ -149,6 +158,9 @@ class TorchTrainer:
             left_out: dict[str, float] = {}
             if self.objective.option("truncated.mode") == "mask":
                 parts, left_out["masked_by_truncated"] = without_truncated(parts, self._ranks)
+            if options.optimal_baseline:
+                parts, shift = over_optimal_baselines(parts, self._measure)
+                left_out |= shift
             prepared = self._prepare(parts)
             for index, rows in enumerate(prepared):
                 name = f"minibatch {index + 1} of {len(parts)}: " if len(parts) > 1 else ""
@@ -169,6 +181,7 @@ class TorchTrainer:
                     faults.append(name + reason)
             metrics = step_metrics(records, self.objective, self._ranks) | left_out
             metrics |= {} if self._tally is None else self._tally.metrics(self._ranks)
+            metrics |= {} if self._echo is None else self._echo.metrics(records, self._ranks)
         num_loss_tokens, num_rows = self._ranks.totals(
             sum(record.policy_logprobs_N.numel() for record in records), len(records)
         )
@@ -271,22 +284,7 @@ class TorchTrainer:
         return self._prepare(minibatches(batch, self._options.minibatches))
 
     def _prepare(self, parts: Sequence[TrainBatch]) -> list[list[TrainRow]]:
-        rows_of_parts = [
-            train_rows(
-                part.samples,
-                version=part.version,
-                aggregation=self._options.aggregation,
-                max_tokens=self._options.max_tokens,
-                row_tokens=self._options.row_tokens,
-                share_prefixes=self._share_prefixes,
-                device=self._device,
-                ranks=self._ranks,
-                parts=self.objective.parts,
-                with_teachers=self._options.distillation is not None,
-                pivot_weight=self._options.pivot_weight,
-            )
-            for part in parts
-        ]
+        rows_of_parts = [self._rows(part) for part in parts]
         if self._options.distillation is not None:
             self._options.distillation.check(parts)
         if self.objective.needs_reference and not self._options.keep_reference:
@@ -303,6 +301,22 @@ class TorchTrainer:
             )
         return rows_of_parts
 
+    def _rows(self, part: TrainBatch) -> list[TrainRow]:
+        return train_rows(
+            part.samples,
+            version=part.version,
+            aggregation=self._options.aggregation,
+            max_tokens=self._options.max_tokens,
+            row_tokens=self._options.row_tokens,
+            share_prefixes=self._share_prefixes,
+            device=self._device,
+            ranks=self._ranks,
+            parts=self.objective.parts,
+            with_teachers=self._options.distillation is not None,
+            with_environment=self._echo is not None,
+            pivot_weight=self._options.pivot_weight,
+        )
+
     @torch.no_grad()
     def _with_reference(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
         reference = self._weights if self._reference is None else self._reference
@@ -313,37 +327,39 @@ class TorchTrainer:
             logprobs_N = row.inputs.ref_logprobs_N
             if is_missing:
                 # Routed as it would route itself, which is also what an engine that scores for it does.
-                computed_N = reference.values(replace(row.tensors, routes=None)).logprobs_N
+                computed_N = reference.values(replace(row.tensors, routes=None, environment=None)).logprobs_N
                 logprobs_N = computed_N if logprobs_N is None else logprobs_N
             done.append(replace(row, inputs=replace(row.inputs, ref_logprobs_N=logprobs_N)))
         return done
 
     @torch.no_grad()
     def _with_prox(self, row: TrainRow) -> TrainRow:
-        logprobs_N = self._weights.values(row.tensors).logprobs_N
+        logprobs_N = self._weights.values(replace(row.tensors, environment=None)).logprobs_N
         return replace(row, inputs=replace(row.inputs, prox_logprobs_N=logprobs_N))
+
+    def _measure(self, samples: Sequence[Sample]) -> tuple[float, float]:
+        """The log of an attempt's ratio to the behaviour policy, and the squared norm of the gradient of its
+        log-probability."""
+        attempt = replace(_NO_BATCH, samples=tuple(samples))
+        rows = self._rows(attempt)
+        self._fit(rows)
+        log_weight = 0.0
+        for index, row in enumerate(rows):
+            self._weights.begin_row(is_last=index == len(rows) - 1)
+            logprobs_N = self._weights.values(replace(row.tensors, environment=None)).logprobs_N
+            log_weight += float((logprobs_N.detach() - row.inputs.behavior_logprobs_N).double().sum())
+            logprobs_N.sum().backward()
+            self.num_tokens += int(row.tensors.token_ids_T.numel())
+        norm = self._weights.clip_gradients(math.inf)
+        self.optimizer.zero_grad(set_to_none=True)
+        return log_weight, norm**2
 
     def accumulate(
         self, rows: Sequence[TrainRow], *, before_update: bool, update_follows: bool = True
     ) -> list[RowRecord]:
         """Add the gradients of every row to the model's. Where no update follows, the memory of the
         optimizer's moments need not be kept free."""
-        num_tokens = max((row.tensors.token_ids_T.numel() for row in rows), default=0)
-        head_VH = self.policy.get_output_embeddings().weight
-        step_bytes = bytes_of_a_step(
-            self.model,
-            head_VH,
-            self.optimizer if update_follows and not self._weights.host_moments else None,
-            num_tokens=num_tokens,
-            dtype=self._weights.dtype,
-            on_gpu=self._device.type == "cuda",
-            own_gradient=self._weights.head_master is None,
-        )
-        self.blocks.fit(
-            num_tokens,
-            reserved_bytes=self._weights.held_bytes + step_bytes,
-            slope_bytes=self._weights.dtype.itemsize * head_VH.shape[0],
-        )
+        self._fit(rows, update_follows=update_follows)
         distillation = self._options.distillation
         compared = distillation is not None and distillation.compares
         records = []
@@ -354,6 +370,8 @@ class TorchTrainer:
             outcome = self._with_balance(self.objective(policy.sampled_N, row.inputs), row)
             if distillation is not None:
                 outcome = distillation.added_to(outcome, policy, row)
+            if self._echo is not None:
+                outcome = self._echo.added_to(outcome, policy.environment_E, row)
             outcome.loss.backward()
             if row.is_filler:
                 continue
@@ -371,6 +389,26 @@ class TorchTrainer:
                 )
             )
         return records
+
+    def _fit(self, rows: Sequence[TrainRow], *, update_follows: bool = True) -> None:
+        """Choose which layers are recomputed in the backward, so that these rows fit into memory, and what is
+        kept besides."""
+        num_tokens = max((row.tensors.token_ids_T.numel() for row in rows), default=0)
+        head_VH = self.policy.get_output_embeddings().weight
+        step_bytes = bytes_of_a_step(
+            self.model,
+            head_VH,
+            self.optimizer if update_follows and not self._weights.host_moments else None,
+            num_tokens=num_tokens,
+            dtype=self._weights.dtype,
+            on_gpu=self._device.type == "cuda",
+            own_gradient=self._weights.head_master is None,
+        )
+        self.blocks.fit(
+            num_tokens,
+            reserved_bytes=self._weights.held_bytes + step_bytes,
+            slope_bytes=self._weights.dtype.itemsize * head_VH.shape[0],
+        )
 
     def _keeping_slopes(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
         """As far as ``blocks.fit`` found memory for them."""

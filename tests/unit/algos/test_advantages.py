@@ -8,11 +8,14 @@ import pytest
 from headrace.algos.advantages import (
     ADVANTAGES,
     BATCH_WHITENED,
+    BY_THE_TRAINER,
+    RUNNING,
     dr_grpo,
     grpo,
     is_zero_variance,
     lite_ppo,
     maxrl,
+    optimal_baseline,
     overlong_penalty,
     reinforce_pp,
     rloo,
@@ -77,12 +80,29 @@ def test_lite_ppo_centres_by_group_and_scales_by_batch() -> None:
     assert scale_by_returns(samples[:1], [1.0]) == tuple(samples[:1])
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("name", sorted(ADVANTAGES.keys() - RUNNING - BY_THE_TRAINER))
 def test_equal_returns_give_no_direction(name: str) -> None:
     assert ADVANTAGES[name]([0.5, 0.5, 0.5]).tolist() == [0.0, 0.0, 0.0]
     # A lone attempt can only be compared with the batch, which is what REINFORCE++ does later.
     assert ADVANTAGES[name]([0.5]).tolist() == [0.5 if name in BATCH_WHITENED else 0.0]
     assert ADVANTAGES[name]([0.0, 1.0]).dtype == np.float32
+
+
+def test_the_optimal_baseline_is_what_the_formula_says() -> None:
+    weights, squares = [0.5, 2.0, 1.0, 1.5, 0.1], [4.0, 1.0, 0.0, 2.5, 9.0]
+    shares = [w * w * g for w, g in zip(weights, squares, strict=True)]
+    expected = sum(s * r for s, r in zip(shares, RETURNS, strict=True)) / sum(shares)
+    found = optimal_baseline(RETURNS, np.log(weights), squares)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+    def second_moment(baseline: float) -> float:
+        return sum(s * (r - baseline) ** 2 for s, r in zip(shares, RETURNS, strict=True))
+
+    assert second_moment(found) < min(second_moment(found - 0.01), second_moment(found + 0.01))
+    # However large the ratios, and where there is nothing to weigh.
+    assert optimal_baseline([1.0, 0.0], [900.0, 900.0], [1.0, 3.0]) == pytest.approx(0.25)
+    assert optimal_baseline([1.0, 0.0], [0.0, 0.0], [0.0, 0.0]) == 0.5
+    assert optimal_baseline([0.7, 0.7], [-3.0, 2.0], [1.0, 3.0]) == pytest.approx(0.7)
 
 
 def test_returns_that_are_not_finite_are_refused() -> None:

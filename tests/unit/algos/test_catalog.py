@@ -59,7 +59,8 @@ def test_the_catalogue_the_functions_and_the_settings_name_the_same() -> None:
     assert get_args(fields["loss"].annotation) == tuple(LOSSES)
     assert get_args(fields["advantage"].annotation) == tuple(ADVANTAGES)
     choices = {parameter.name: parameter.choices for parameter in PARAMETERS}
-    assert choices["kl.estimator"] == tuple(KL_ESTIMATORS)
+    # k1 is no loss; it is right inside a reward.
+    assert choices["kl.estimator"] == (*KL_ESTIMATORS, "k1")
     assert choices["process.form"] == tuple(FORMS)
 
 

@@ -65,6 +65,7 @@ CLIPS = {
 OPTIONS = {
     "ppo": {"ppo.dual_clip": 1.5},
     "decoupled": {"decoupled.dual_clip": 1.5},
+    "gipo": {"gipo.sigma": 0.4},
     "aspo": {"aspo.cap": 1.2},
     "aipo": {"aipo.cap": 1.1},
     "dppo-tv": {"dppo-tv.delta": 0.03, "dppo-tv.cap": 1.4, "dppo-tv.penalty": 0.1},
@@ -112,6 +113,11 @@ def sapo(x: Values, i: int) -> float:
     return -ADVANTAGES[i] * 4 / tau * gate
 
 
+def gipo(x: Values, i: int) -> float:
+    held = math.exp(-((POLICY[i] - ANCHOR[i]) ** 2) / (2 * 0.4**2))
+    return -held * math.exp(x[i] - ANCHOR[i]) * ADVANTAGES[i]
+
+
 def aspo(x: Values, i: int) -> float:
     ratio = math.exp(POLICY[i] - ANCHOR[i])
     if ADVANTAGES[i] > 0:
@@ -147,6 +153,7 @@ REFERENCES: dict[str, Descended] = {
     "gmpo": gmpo,
     "cispo": cispo,
     "sapo": sapo,
+    "gipo": gipo,
     "aspo": aspo,
     "aipo": aipo,
     "dppo-tv": dppo_tv,

@@ -80,9 +80,10 @@ async def one_life(run_dir: Path, plan, life_s: float | None, seen: dict):
     mode=st.sampled_from(["never", "drain", "abort", "block"]),
     checkpoint_every=st.integers(1, 4),
     over_provision=st.sampled_from([None, 1.0, 1.5]),
+    advantage=st.sampled_from(["grpo", "rae"]),
 )
 def test_killed_at_random_moments(
-    lives, max_lag, policy, drop_zero_variance, mode, checkpoint_every, over_provision
+    lives, max_lag, policy, drop_zero_variance, mode, checkpoint_every, over_provision, advantage
 ):
     plan = make_plan(
         steps=5,
@@ -92,6 +93,7 @@ def test_killed_at_random_moments(
         interrupt=mode,
         checkpoint_every=checkpoint_every,
         over_provision=over_provision,
+        advantage=advantage,
         error_budget=0.5,
     )
     _, trainer = all_lives(plan, lives)
@@ -107,9 +109,10 @@ def test_killed_at_random_moments(
     mode=st.sampled_from(["never", "drain", "abort", "block"]),
     checkpoint_every=st.integers(1, 4),
     over_provision=st.sampled_from([None, 1.0, 1.5]),
+    advantage=st.sampled_from(["grpo", "rae"]),
 )
 def test_killed_at_random_moments_with_late_attempts(
-    lives, max_lag, policy, drop_zero_variance, mode, checkpoint_every, over_provision
+    lives, max_lag, policy, drop_zero_variance, mode, checkpoint_every, over_provision, advantage
 ):
     plan = make_plan(
         steps=5,
@@ -121,6 +124,7 @@ def test_killed_at_random_moments_with_late_attempts(
         interrupt=mode,
         checkpoint_every=checkpoint_every,
         over_provision=over_provision,
+        advantage=advantage,
         error_budget=0.5,
     )
     state, trainer = all_lives(plan, lives)

@@ -26,8 +26,11 @@ REF = SAMPLING + RNG.normal(0, 0.3, MASK.shape)
 ADVANTAGES = np.array([1.2, -0.8, 0.5, -1.5, 0.9, -0.3])
 
 
-def trl_loss(policy: torch.Tensor, *, ratio: np.ndarray | None, **changes: Any) -> torch.Tensor:
-    """TRL's method on an object that has the attributes it reads, and nothing else of a trainer."""
+def trl_loss(
+    policy: torch.Tensor, *, ratio: np.ndarray | None, trainer: Any = None, **changes: Any
+) -> torch.Tensor:
+    """TRL's method (of ``trainer``; None: GRPO's) on an object that has the attributes it reads, and nothing else of a
+    trainer."""
     args = {
         "use_bias_correction_kl": True,
         "delta": None,
@@ -80,7 +83,7 @@ def trl_loss(policy: torch.Tensor, *, ratio: np.ndarray | None, **changes: Any) 
     }
     if ratio is not None:
         inputs["importance_sampling_ratio"] = torch.from_numpy(ratio)
-    return trainer_module.GRPOTrainer._compute_loss(stub, None, inputs)
+    return (trainer or trainer_module.GRPOTrainer)._compute_loss(stub, None, inputs)
 
 
 def our_loss(
@@ -159,6 +162,17 @@ def test_a_loss_anchored_at_the_behaviour_policy_equals_trls(name: str) -> None:
     first, second = leaves()
     mine = our_loss(first, Objective(**ours), behavior=OLD, aggregation=aggregation)
     assert_equal(name, mine, trl_loss(second, ratio=None, **theirs), [first, second])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_geometric_mean_equals_trls() -> None:
+    """Theirs is a mean over sequences of whole ratios, ours of its token form; value and gradient are the same."""
+    theirs = pytest.importorskip("trl.experimental.gmpo").GMPOTrainer
+    first, second = leaves()
+    objective = Objective(loss="gmpo", clip_low=0.25, clip_high=0.2)
+    mine = our_loss(first, objective, behavior=OLD, aggregation=SEQ_MEAN)
+    clips = {"epsilon_low": 0.25, "epsilon_high": 0.2}
+    assert_equal("gmpo", mine, trl_loss(second, ratio=None, trainer=theirs, **clips), [first, second])
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,11 @@ def aipo_and_m2po(i: int) -> float:
     return -keep * min(math.exp(POLICY[i] - BEHAVIOR[i]), 5.0) * ADVANTAGES[i] * POLICY[i]
 
 
+def gipo_and_tis(i: int) -> float:
+    gap, rho = POLICY[i] - PROX[i], math.exp(PROX[i] - BEHAVIOR[i])
+    return -min(rho, 1.1) * math.exp(-(gap**2) / (2 * 0.3**2)) * math.exp(gap) * ADVANTAGES[i]
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -123,6 +128,10 @@ def aipo_and_m2po(i: int) -> float:
         ({"loss": "decoupled", "options": {"decoupled.cap": 1.2}}, decoupled),
         ({"loss": "decoupled", "options": {"decoupled.prox": "interpolated"}}, interpolated),
         ({"loss": "aipo", "corrections": ("m2po",)}, aipo_and_m2po),
+        (
+            {"loss": "gipo", "corrections": ("tis",), "options": {"gipo.sigma": 0.3, "tis.cap": 1.1}},
+            gipo_and_tis,
+        ),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -131,6 +131,7 @@ COMPOSITIONS: list[dict[str, Any]] = [
         "options": {"geo-filter.low": 0.5, "geo-filter.high": 2.0},
     },
     {"loss": "gmpo", "corrections": ("seq-tis",)},
+    {"loss": "gipo", "corrections": ("tis", "opsm"), "options": {"gipo.sigma": 0.5}},
     {"loss": "gspo", "corrections": ("seq-mis",)},
     {"loss": "aipo", "corrections": ("m2po",), "options": {"m2po.tau": 0.2}},
     {"loss": "decoupled", "options": {"decoupled.prox": "interpolated"}},
