@@ -66,7 +66,9 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
     return EngineDriver(
         core,
         name=name,
-        receiver=TransportReceiver({linked_weights.TRANSPORT: CheckpointReader(build.dtype(settings))}),
+        receiver=TransportReceiver(
+            {linked_weights.TRANSPORT: CheckpointReader(build.dtype(settings))}, place=model.device
+        ),
         ledger=ledger,
         progress_tokens=build.progress_tokens(settings),
         # In one process nothing is queued, and what is told must not depend on the clock.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from headrace.errors import ConfigError, WeightSyncError
 from headrace.protocols import WeightSender
@@ -120,15 +120,17 @@ class Fetcher(Protocol):
 class TransportReceiver:
     """Receives by whatever transport a manifest names."""
 
-    def __init__(self, others: Mapping[str, Fetcher] | None = None) -> None:
-        """``others``: ways that are not a transport's, by the name a manifest gives them."""
+    def __init__(self, others: Mapping[str, Fetcher] | None = None, *, place: Any = None) -> None:
+        """``others``: ways that are not a transport's, by the name a manifest gives them. ``place``: the
+        torch.device that the engine computes on, where broadcasts between GPUs arrive; None: the host."""
         self._receivers: dict[str, Fetcher] = dict(others or {})
+        self._place = place
 
     def receive(
         self, manifest: WeightManifest, base: Iterable[TensorBlob] = ()
     ) -> Iterator[TensorBlob | TensorPatch]:
         if manifest.transport not in self._receivers:
-            self._receivers[manifest.transport] = _receiver(manifest.transport)
+            self._receivers[manifest.transport] = _receiver(manifest.transport, self._place)
         blobs = self._receivers[manifest.transport].receive(manifest)
         return iter(changes(manifest, blobs, base)) if manifest.kind == "delta" else blobs
 
@@ -137,7 +139,7 @@ class TransportReceiver:
             receiver.close()
 
 
-def _receiver(transport: str) -> Fetcher:
+def _receiver(transport: str, place: Any) -> Fetcher:
     if transport == shared_memory.TRANSPORT:
         return shared_memory.SharedMemoryReceiver()
     if transport == files.TRANSPORT:
@@ -145,7 +147,7 @@ def _receiver(transport: str) -> Fetcher:
     if transport == "collective":
         from headrace.weights.collective import CollectiveReceiver
 
-        return CollectiveReceiver()
+        return CollectiveReceiver(place)
     if transport == "cuda_ipc":
         from headrace.weights.cuda_ipc import CudaIpcReceiver
 
