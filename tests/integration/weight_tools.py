@@ -4,7 +4,8 @@ it, and digests of what either computes with."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,33 @@ from headrace.weights.transports import Route, TransportReceiver, weight_sender
 VOCAB = 61
 LORA = LoraSpec(rank=4, alpha=8.0, policy="solver")
 EXPERT_LORA = replace(LORA, targets=("all-linear", "experts"))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A transport, and where the weights are at its ends."""
+
+    transport: str
+    trainer: str = "cpu"
+    engine: str = "cpu"
+    num_engines: int = 2
+
+    def entered(self) -> AbstractContextManager[object]:
+        """What is launched without a word about the device is the engine's, as in a process of its own."""
+        return nullcontext() if self.engine == "cpu" else torch.cuda.device(self.engine)
+
+
+WAYS = {
+    "shared_memory": Way("shared_memory"),
+    "files": Way("files"),
+    "collective": Way("collective"),
+    "cuda_ipc": Way("cuda_ipc", "cuda", "cuda"),
+    "shared_memory-one_gpu": Way("shared_memory", "cuda", "cuda"),
+    "files-one_gpu": Way("files", "cuda", "cuda"),
+    "collective-one_gpu": Way("collective", "cuda", "cuda"),
+    # Every member of a group needs a GPU of its own.
+    "nccl": Way("collective", "cuda:0", "cuda:1", num_engines=1),
+}
 
 
 def write_checkpoint(directory: Path, **settings) -> Path:
@@ -121,15 +149,17 @@ def make_engine(
     """An engine with nothing to serve before its first update."""
     ledger = TimeLedger(ENGINE_ACTIVITIES)
     dtype = "float32" if device == "cpu" else "bfloat16"
+    model = load_model(checkpoint, dtype=dtype, device=device)
     core = torch_engine(
-        load_model(checkpoint, dtype=dtype, device=device),
+        model,
         ledger=ledger,
         version=-1,
         kv_tokens=1024,
         compiled=False,
         lora=lora,
     )
-    return EngineDriver(core, TransportReceiver(), ledger=ledger, name=name, threaded=True)
+    receiver = TransportReceiver(place=model.device)
+    return EngineDriver(core, receiver, ledger=ledger, name=name, threaded=True)
 
 
 def sender_for(
@@ -174,8 +204,14 @@ def _damage_files(sender: WeightSender, manifest: WeightManifest) -> None:
 
 def _damage_offer(sender: WeightSender, manifest: WeightManifest) -> None:
     carrier = getattr(sender, "_carrier", sender)
-    _, payload = carrier._live[manifest.version, manifest.kind]
-    payload[_largest(manifest).offset] ^= 1
+    _, buckets = carrier._live[manifest.version, manifest.kind]
+    place = _largest(manifest).offset
+    for bucket in buckets:
+        if 0 <= place < len(bucket):
+            bucket[place] ^= 1
+        place -= len(bucket)
+    if buckets[0].is_cuda:
+        torch.cuda.synchronize(buckets[0].device)
 
 
 def _damage_gpu_memory(sender: WeightSender, manifest: WeightManifest) -> None:
