@@ -117,8 +117,9 @@ class AdapterPublisher(Publisher):
     def __init__(
         self, checkpoint: Path, sender: WeightSender | None, *, device: str = "cpu", lora: LoraSpec = LORA
     ) -> None:
-        model = load_model(checkpoint, device=device)
-        self.adapter = AdapterWeights(model, torch.float32 if device == "cpu" else torch.bfloat16, lora)
+        dtype = "float32" if device == "cpu" else "bfloat16"
+        model = load_model(checkpoint, dtype=dtype, device=device)
+        self.adapter = AdapterWeights(model, getattr(torch, dtype), lora)
         self.model, self.sender, self.version = model, sender, 0
         self.digests = {0: digest_of(self.adapter.blobs())}
 
@@ -139,8 +140,10 @@ class AdapterPublisher(Publisher):
         return replace(manifest, policy=LORA.policy)
 
 
-def publisher_of(bundle: str, checkpoint: Path, sender: WeightSender | None) -> Publisher:
-    return (AdapterPublisher if bundle == "adapter" else Publisher)(checkpoint, sender)
+def publisher_of(
+    bundle: str, checkpoint: Path, sender: WeightSender | None, *, device: str = "cpu"
+) -> Publisher:
+    return (AdapterPublisher if bundle == "adapter" else Publisher)(checkpoint, sender, device=device)
 
 
 def make_engine(
