@@ -24,6 +24,7 @@ from headrace.protocols import Engine, StepScorer, Trainer, WeightSender
 from headrace.runtime import linked_weights
 from headrace.scoring.resolve import function_name, resolve
 from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
+from headrace.weights.bundle import aligned
 from headrace.weights.transports import TransportReceiver, weight_sender
 
 _PROCESS_KV_BYTES = {"cpu": 2**30, "cuda": 2**33}
@@ -221,6 +222,7 @@ def _grows(told: Mapping[str, Any], settings: Settings) -> bool:
 
 def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSender:
     from headrace.models.checkpoint_names import CheckpointNamed
+    from headrace.models.tensors import tensor_bytes
 
     way = build.route(settings)
     sender = weight_sender(
@@ -231,5 +233,6 @@ def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSe
         # Before the engines' own deadline, which ends the run: a broadcast that failed can be made good.
         deadline_s=settings.run.update_s / 2,
         growing_segments=_grows(told, settings),
+        full_bytes=0 if settings.lora.rank else sum(map(aligned, tensor_bytes(model, build.dtype(settings)))),
     )
     return CheckpointNamed(sender, model) if way.transport == "files" else sender

@@ -17,19 +17,21 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headrace.errors import WeightSyncError
 from headrace.types import BundleKind, TensorBlob, TensorSlot, WeightManifest
-from headrace.weights.bundle import ALIGNMENT_BYTES, check_slots, lay_out
+from headrace.weights.bundle import ALIGNMENT_BYTES, blob_bytes, check_slots, in_buckets, lay_out
 from headrace.weights.gpu_segments import fixed_segments
 
 if TYPE_CHECKING:
     from headrace.kernels.checksum import Chunks
 
 TRANSPORT = "cuda_ipc"
+_BUCKET_BYTES = 1 << 30
 _ROOM_BYTES = 1 << 20
 """Buffers are multiples of it, so that bundles of nearly one size can use the same."""
 
@@ -47,37 +49,54 @@ class _Buffer:
 
 
 class CudaIpcSender:
-    """The trainer's end. Retired buffers are used again."""
+    """The trainer's end. Retired buffers are used again. Tensors are taken a bucket at a time, so that those which are
+    made for it (gathered from other ranks, brought from the host) never exist all at once."""
 
-    def __init__(self, *, growing_segments: bool = False) -> None:
-        """``growing_segments``: how this process takes its memory (``gpu_segments``)."""
+    def __init__(self, *, growing_segments: bool = False, room_bytes: int = 0) -> None:
+        """``growing_segments``: how this process takes its memory (``gpu_segments``). ``room_bytes``: the length of
+        a complete bundle, as far as it is known; buffers that turn out too short have to be copied."""
         self._growing_segments = growing_segments
         self._live: dict[int, list[_Buffer]] = {}
         self._free: list[_Buffer] = []
-        self._checksums = _Checksums()
-        self._last_tensors: list[tuple[Any, ...]] = []
-        self._last_layout: tuple[tuple[TensorSlot, ...], int] = ((), 0)
+        self._last_bytes: dict[str, int] = {"full": room_bytes}
+        """Of the bundle of each kind sent last: the next will be about as long."""
+        # Of the last bundle: those of one run are nearly all alike, and laying out hundreds of tensors takes a
+        # millisecond.
+        self._parts: list[_Part] = []
+        self._slots: tuple[TensorSlot, ...] = ()
+        self._table = b""
 
     def send(
         self, version: int, blobs: Iterable[TensorBlob], *, kind: BundleKind | None = None
     ) -> WeightManifest:
         """Copy the tensors aside; they stay valid until ``retire(version)``, also if the version is sent again: an
         engine may be reading them."""
-        tensors = list(blobs)
-        slots, num_bytes = self._layout_of(tensors)
-        buffer = self._take(num_bytes, _device_of(tensors))
-        sources: list[Any] = [tensor.data for tensor in tensors]
-        checksum = self._checksums.of_copied(version, slots, sources, buffer.bytes)
+        kind = kind or "full"
+        buffer: _Buffer | None = None
+        parts: list[_Part] = []
+        sums: list[torch.Tensor] = []
+        for bucket in in_buckets(blobs, blob_bytes, _BUCKET_BYTES):
+            part = self._part(len(parts), parts[-1].end if parts else 0, bucket)
+            buffer = self._with_room(buffer, part, kind)
+            sums.append(part.copied_sums(bucket, buffer.bytes))
+            parts.append(part)
+            del bucket
+        if buffer is None:
+            raise WeightSyncError("there is nothing to send: the bundle has no tensors")
+        if parts != self._parts:
+            self._parts, self._slots = parts, _joined(parts)
+            self._table = _table(self._slots)
+        self._last_bytes[kind] = parts[-1].end
         self._live.setdefault(version, []).append(buffer)
         return WeightManifest(
             version=version,
             base_version=None,
-            kind=kind or "full",
+            kind=kind,
             transport=TRANSPORT,
             location=buffer.location,
-            num_bytes=num_bytes,
-            digest=checksum,
-            slots=slots,
+            num_bytes=parts[-1].end,
+            digest=_digest(version, self._table, torch.cat(sums)),
+            slots=self._slots,
         )
 
     def retire(self, version: int) -> None:
@@ -88,12 +107,21 @@ class CudaIpcSender:
         self._live.clear()
         self._free.clear()
 
-    def _layout_of(self, tensors: Sequence[TensorBlob]) -> tuple[tuple[TensorSlot, ...], int]:
-        """Bundles of one run are nearly all alike, and laying out hundreds of tensors takes a millisecond."""
-        described = [(blob.name, blob.dtype, blob.shape, blob.data.nbytes, blob.form) for blob in tensors]
-        if described != self._last_tensors:
-            self._last_layout, self._last_tensors = lay_out(tensors), described
-        return self._last_layout
+    def _part(self, number: int, start: int, bucket: Sequence[TensorBlob]) -> _Part:
+        described = [(blob.name, blob.dtype, blob.shape, blob.data.nbytes, blob.form) for blob in bucket]
+        place = (start, _device_of(bucket), described)
+        known = self._parts[number] if number < len(self._parts) else None
+        return known if known is not None and known.place == place else _Part(place, bucket)
+
+    def _with_room(self, buffer: _Buffer | None, part: _Part, kind: str) -> _Buffer:
+        """The buffer that is being written, or a first one, with room for another part."""
+        if buffer is None:
+            return self._take(max(part.end, self._last_bytes.get(kind, 0)), part.device)
+        if len(buffer.bytes) >= part.end:
+            return buffer
+        longer = self._take(max(part.end, 2 * part.start), part.device)
+        longer.bytes[: part.start].copy_(buffer.bytes[: part.start])
+        return longer
 
     def _take(self, num_bytes: int, device: torch.device) -> _Buffer:
         room = -(-num_bytes // _ROOM_BYTES) * _ROOM_BYTES
@@ -103,6 +131,29 @@ class CudaIpcSender:
                 return buffer
         self._free.clear()
         return _Buffer(room, device, growing_segments=self._growing_segments)
+
+
+class _Part:
+    """Tensors that are copied together, and where they lie in a buffer."""
+
+    def __init__(self, place: tuple[int, torch.device, list[Any]], bucket: Sequence[TensorBlob]) -> None:
+        """``place``: where it starts, on what device, and what it is."""
+        self.place = place
+        self.start, self.device, _ = place
+        slots, num_bytes = lay_out(bucket)
+        self.slots = tuple(replace(slot, offset=self.start + slot.offset) for slot in slots)
+        self.end = self.start + num_bytes
+        self._chunks = _chunks(self.slots, self.device)
+
+    def copied_sums(self, bucket: Sequence[TensorBlob], payload: torch.Tensor) -> torch.Tensor:
+        """Copies the tensors into the payload; returns the sums of their chunks."""
+        from headrace.kernels.whole_copies import can_be_copied_wide
+
+        sources: list[Any] = [blob.data for blob in bucket]
+        if can_be_copied_wide(sources):
+            return self._chunks.copied_sums(sources, payload)
+        torch._foreach_copy_(_shares(self.slots, payload), sources)
+        return self._chunks.sums(payload)
 
 
 class CudaIpcReceiver:
@@ -177,9 +228,7 @@ class CudaIpcReceiver:
 
 
 class _Checksums:
-    """Digests of bundles, whose slots are usually those of the last one: 32 hex digits from the sums of every tensor's
-    words by chunk, hashed with the version and the slot table. They guard against accidents, as the digest of mapped
-    memory does; the sums are taken where the bytes are."""
+    """Digests of bundles as they lie, whose slots are usually those of the last one."""
 
     def __init__(self) -> None:
         self._slots: tuple[TensorSlot, ...] = ()
@@ -187,40 +236,40 @@ class _Checksums:
         self._table = b""
 
     def of(self, version: int, slots: tuple[TensorSlot, ...], payload: torch.Tensor) -> str:
-        return self._digest(version, self._of_slots(slots, payload.device).sums(payload))
-
-    def of_copied(
-        self,
-        version: int,
-        slots: tuple[TensorSlot, ...],
-        sources: Sequence[torch.Tensor],
-        payload: torch.Tensor,
-    ) -> str:
-        """Copies the sources to their slots."""
-        from headrace.kernels.whole_copies import can_be_copied_wide
-
-        if can_be_copied_wide(sources):
-            sums = self._of_slots(slots, payload.device).copied_sums(sources, payload)
-            return self._digest(version, sums)
-        shares = [payload[slot.offset : slot.offset + slot.num_bytes] for slot in slots]
-        torch._foreach_copy_(shares, list(sources))
-        return self.of(version, slots, payload)
-
-    def _of_slots(self, slots: tuple[TensorSlot, ...], device: torch.device) -> Chunks:
         if self._chunks is None or slots != self._slots:
-            # Triton is needed on a GPU only.
-            from headrace.kernels.checksum import Chunks
+            self._slots, self._table = slots, _table(slots)
+            self._chunks = _chunks(slots, payload.device)
+        return _digest(version, self._table, self._chunks.sums(payload))
 
-            self._slots = slots
-            self._chunks = Chunks([(slot.offset, slot.num_bytes) for slot in slots], device)
-            table = [[s.name, s.dtype, list(s.shape), s.offset, s.num_bytes] for s in slots]
-            self._table = json.dumps(table).encode()
-        return self._chunks
 
-    def _digest(self, version: int, sums: torch.Tensor) -> str:
-        whole = hashlib.blake2b(f"{version} ".encode() + self._table, digest_size=16)
-        whole.update(sums.cpu().numpy().tobytes())
-        return whole.hexdigest()
+def _digest(version: int, table: bytes, sums: torch.Tensor) -> str:
+    """32 hex digits from the sums of every tensor's words by chunk, hashed with the version and the slot table. They
+    guard against accidents, as the digest of mapped memory does; the sums are taken where the bytes are."""
+    whole = hashlib.blake2b(f"{version} ".encode() + table, digest_size=16)
+    whole.update(sums.cpu().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def _joined(parts: Sequence[_Part]) -> tuple[TensorSlot, ...]:
+    slots = tuple(slot for part in parts for slot in part.slots)
+    if len({slot.name for slot in slots}) != len(slots):
+        raise WeightSyncError("a tensor is in the bundle twice; send shared tensors once")
+    return slots
+
+
+def _table(slots: tuple[TensorSlot, ...]) -> bytes:
+    return json.dumps([[s.name, s.dtype, list(s.shape), s.offset, s.num_bytes] for s in slots]).encode()
+
+
+def _chunks(slots: Sequence[TensorSlot], device: torch.device) -> Chunks:
+    # Triton is needed on a GPU only.
+    from headrace.kernels.checksum import Chunks
+
+    return Chunks([(slot.offset, slot.num_bytes) for slot in slots], device)
+
+
+def _shares(slots: Sequence[TensorSlot], payload: torch.Tensor) -> list[torch.Tensor]:
+    return [payload[slot.offset : slot.offset + slot.num_bytes] for slot in slots]
 
 
 def _device_of(tensors: Sequence[TensorBlob]) -> torch.device:

@@ -89,14 +89,16 @@ def weight_sender(
     num_receivers: int = 1,
     deadline_s: float = 60.0,
     growing_segments: bool = False,
+    full_bytes: int = 0,
 ) -> WeightSender:
     """``segments`` is where mapped files may lie, ``folder`` where weights may be written for others to read.
     ``num_receivers`` and ``deadline_s`` are for broadcasts: who is waited for, and how long a collective may take
-    before it is given up; ``growing_segments`` is how the process takes its GPU memory (``gpu_segments``)."""
+    before it is given up; ``growing_segments`` is how the process takes its GPU memory (``gpu_segments``), and
+    ``full_bytes`` the length of a complete bundle, as far as it is known."""
     if route.transport == "cuda_ipc":
         from headrace.weights.cuda_ipc import CudaIpcSender
 
-        return CudaIpcSender(growing_segments=growing_segments)
+        return CudaIpcSender(growing_segments=growing_segments, room_bytes=full_bytes)
     carrier: Carrier
     if route.transport == "collective":
         from headrace.weights.collective import CollectiveSender
