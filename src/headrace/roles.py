@@ -224,7 +224,8 @@ def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSe
     from headrace.models.checkpoint_names import CheckpointNamed
     from headrace.models.tensors import tensor_bytes
 
-    way = build.route(settings)
+    num_bytes = 0 if settings.lora.rank else sum(map(aligned, tensor_bytes(model, build.dtype(settings))))
+    way = build.route(settings, version_bytes=num_bytes)
     sender = weight_sender(
         way,
         segments=Path(told["segments"]),
@@ -233,6 +234,6 @@ def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSe
         # Before the engines' own deadline, which ends the run: a broadcast that failed can be made good.
         deadline_s=settings.run.update_s / 2,
         growing_segments=_grows(told, settings),
-        full_bytes=0 if settings.lora.rank else sum(map(aligned, tensor_bytes(model, build.dtype(settings)))),
+        full_bytes=num_bytes,
     )
     return CheckpointNamed(sender, model) if way.transport == "files" else sender

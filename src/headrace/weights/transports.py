@@ -2,13 +2,14 @@
 by receivers.
 
 The choice follows from where the roles are. On one GPU the bytes stay there and are opened by the other process;
-on one machine they go through shared memory; between machines through the folder they share. ``collective``
-broadcasts instead and has to be asked for. A difference is worth its search where the way is slow and the
-weights have two bytes: of four-byte weights nearly every one changes with every step.
+on one machine they go through shared memory, if there is enough of it; else, and between machines, through the folder
+that the roles share. ``collective`` broadcasts instead and has to be asked for. A difference is worth its search where
+the way is slow and the weights have two bytes: of four-byte weights nearly every one changes with every step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,11 +36,25 @@ class Route:
 
 
 def choose(
-    transport: str, bundle: str = "auto", *, device: str, item_bytes: int = 2, one_machine: bool = True
+    transport: str,
+    bundle: str = "auto",
+    *,
+    device: str,
+    item_bytes: int = 2,
+    one_machine: bool = True,
+    needed_bytes: int = 0,
+    shared_bytes: float = math.inf,
 ) -> Route:
     """``transport`` and ``bundle`` as asked for, ``auto`` included; ``device`` is the kind that trainer and
-    engines compute on, ``item_bytes`` the width of a published weight."""
+    engines compute on, ``item_bytes`` the width of a published weight. Versions that are held at once take
+    ``needed_bytes``, and ``shared_bytes`` of shared memory are free."""
     route = _way(transport, device=device, one_machine=one_machine)
+    if transport == "auto" and route.transport == "shared_memory" and needed_bytes > shared_bytes:
+        why = (
+            f"shared memory has {shared_bytes / 1e9:.2f} GB free and two versions take {needed_bytes / 1e9:.2f}; "
+            "enlarge /dev/shm for a faster way"
+        )
+        route = Route(transport="files", why=why)
     if bundle == "delta" and route.transport == "cuda_ipc":
         raise ConfigError(
             "weights.bundle is delta, but weights that stay on the GPU are copied faster than compared: set "
