@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,32 @@ def test_a_model_in_several_files_is_what_hugging_face_loads(
     assert loaded.keys() == whole.keys()
     for name, tensor in whole.items():
         assert torch.equal(loaded[name], tensor), name
+
+
+def test_no_rank_holds_more_of_an_exported_model_than_a_file(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_model(tmp_path / "model", vocab_size=32, hidden_size=32, num_layers=8)
+    weights = ShardedWeights(model, torch.float32, ranks=ranks)
+    sizes = {name: weights.local(name).nbytes for name in weights.names()}
+    alive: dict[int, int] = {}
+    most = 0
+
+    def gathered(name: str, local: torch.Tensor, *, to: int) -> torch.Tensor:
+        """A copy, as a gather from other ranks makes it."""
+        nonlocal most
+        whole = local.clone()
+        key = len(alive)
+        alive[key] = whole.nbytes
+        weakref.finalize(whole.untyped_storage(), alive.update, {key: 0})
+        most = max(most, sum(alive.values()))
+        return whole
+
+    monkeypatch.setattr(weights, "gathered", gathered)
+    (tmp_path / "export").mkdir()
+    shard_files.write_model(tmp_path / "export", weights, lambda work: work(), file_bytes=70_000)
+    assert len(alive) == len(sizes) and not any(alive.values())
+    assert max(sizes.values()) < most <= 70_000 < sum(sizes.values()) / 3
 
 
 def test_state_in_several_files_is_restored_whole(
