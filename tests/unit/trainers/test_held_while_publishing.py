@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headrace.models.loading import make_tiny_model
-from headrace.trainers.ranks import join_ranks
+from headrace.trainers.ranks import Ranks
 from headrace.trainers.sharded_weights import ShardedWeights
 from headrace.types import TensorBlob
 from headrace.weights import bundle_sender, collective, cuda_ipc, files, shared_memory
@@ -55,12 +55,10 @@ class Buffer:
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Iterator[ShardedWeights]:
+def weights(tmp_path: Path, ranks: Ranks) -> ShardedWeights:
     """One rank's, who gathers from itself; every tensor is made for the bundle."""
-    ranks = join_ranks(0, 1, device="cpu", meeting_point=tmp_path / "ranks", deadline_s=60.0)
     model = make_tiny_model(tmp_path / "model", vocab_size=200, hidden_size=48, num_layers=6)
-    yield ShardedWeights(model.float(), torch.bfloat16, ranks=ranks)
-    ranks.close()
+    return ShardedWeights(model.float(), torch.bfloat16, ranks=ranks)
 
 
 @pytest.mark.parametrize(("bundle", "transport"), CELLS)

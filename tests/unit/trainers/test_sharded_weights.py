@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headrace.errors import CheckpointError, DeadlineError
 from headrace.models.loading import hollow_model, make_tiny_model
+from headrace.models.lora import LoraSpec
 from headrace.models.tensors import named_tensors
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers import shard_files, sharded_weights
@@ -24,14 +25,7 @@ from headrace.types import TrainBatch
 
 MakeModel = Callable[..., PreTrainedModel]
 MakeBatch = Callable[..., TrainBatch]
-
-
-@pytest.fixture
-def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    joined = join_ranks(0, 1, device="cpu", meeting_point=tmp_path / "ranks", deadline_s=30.0)
-    yield joined
-    joined.close()
+ADAPTER = {"lora": LoraSpec(rank=4, alpha=8.0), "kl": "k3", "kl_coef": 0.1}
 
 
 def trainer(model: PreTrainedModel, sender: Any, **settings: Any) -> TorchTrainer:
@@ -74,7 +68,9 @@ def test_held_weights_give_the_gradients_of_released_ones(
 
 
 @pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("trained", [{}, ADAPTER], ids=["model", "adapter"])
 def test_layers_may_be_recomputed(
+    trained: dict[str, Any],
     hold: bool,
     ranks: Ranks,
     make_model: MakeModel,
@@ -82,8 +78,9 @@ def test_layers_may_be_recomputed(
     sender: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Beside an adapter the first layer's input has no gradient, since embeddings are frozen."""
     monkeypatch.setattr(sharded_weights, "_has_room", lambda *sizes: hold)
-    plain, core = (trainer(make_model(), sender, **where) for where in ({}, {"ranks": ranks}))
+    plain, core = (trainer(make_model(), sender, **trained, **where) for where in ({}, {"ranks": ranks}))
     core.blocks.num_recomputed = 2
     for step in (1, 2):
         expected, found = plain.step(make_batch(step)), core.step(make_batch(step))
