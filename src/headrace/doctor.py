@@ -117,7 +117,14 @@ def _weights(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     num_bytes = (model.num_adapter_weights or model.num_weights) * item_bytes
     route = build.route(settings, version_bytes=num_bytes)
     detail = f"travel by {route.transport}: {route.why}; {route.bundle} bundles: {route.why_bundle}"
-    yield Finding(check="weights", verdict="ok", detail=detail)
+    free = shutil.disk_usage(segment_root()).free
+    fits = route.transport != "shared_memory" or 2 * num_bytes <= free
+    advice = (
+        ""
+        if fits
+        else f"; two versions take {2 * num_bytes / 1e9:.2f} GB and {free / 1e9:.2f} are free: set it to auto"
+    )
+    yield Finding(check="weights", verdict="ok" if fits else "fail", detail=detail + advice)
 
 
 def _tasks(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:

@@ -47,8 +47,15 @@ ONE_GPU = pytest.mark.skipif(
 ON_GPU = [
     pytest.param(bundle, "cuda_ipc", id=f"{bundle}-cuda_ipc", marks=NO_GPU) for bundle in ("full", "adapter")
 ]
+NOT_BESIDE = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="CUDA IPC from one GPU to another needs two"
+)
 ON_GPUS = [pytest.param(bundle, "nccl", id=f"{bundle}-collective-nccl", marks=ONE_GPU) for bundle in BUNDLES]
-HERE = [*ON_HOST, *ON_GPU, *ON_GPUS]
+BETWEEN_GPUS = [
+    pytest.param(bundle, "cuda_ipc-two_gpus", id=f"{bundle}-cuda_ipc-two_gpus", marks=NOT_BESIDE)
+    for bundle in ("full", "adapter")
+]
+HERE = [*ON_HOST, *ON_GPU, *BETWEEN_GPUS, *ON_GPUS]
 MATRIX = [
     *HERE,
     pytest.param(

@@ -53,6 +53,7 @@ WAYS = {
     "shared_memory-one_gpu": Way("shared_memory", "cuda", "cuda"),
     "files-one_gpu": Way("files", "cuda", "cuda"),
     "collective-one_gpu": Way("collective", "cuda", "cuda"),
+    "cuda_ipc-two_gpus": Way("cuda_ipc", "cuda:0", "cuda:1"),
     # Every member of a group needs a GPU of its own.
     "nccl": Way("collective", "cuda:0", "cuda:1", num_engines=1),
 }
@@ -218,8 +219,9 @@ def _damage_offer(sender: WeightSender, manifest: WeightManifest) -> None:
 
 
 def _damage_gpu_memory(sender: WeightSender, manifest: WeightManifest) -> None:
-    sender._live[manifest.version][-1].bytes[_largest(manifest).offset] ^= 1
-    torch.cuda.synchronize()
+    memory = sender._live[manifest.version][-1].bytes
+    memory[_largest(manifest).offset] ^= 1
+    torch.cuda.synchronize(memory.device)
 
 
 DAMAGE: dict[str, Callable[[WeightSender, WeightManifest], None]] = {

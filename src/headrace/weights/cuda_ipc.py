@@ -157,9 +157,12 @@ class _Part:
 
 
 class CudaIpcReceiver:
-    """An engine's end. Verification runs beside the engine's own stream."""
+    """An engine's end. Verification runs beside the engine's own stream. An engine on another GPU of the machine
+    verifies, and is given, a copy on its own: kernels that copy weights read one GPU's memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: torch.device | None = None) -> None:
+        """``place``: where the engine computes; None: where the trainer does."""
+        self._place = place
         self._opened: dict[str, torch.Tensor] = {}
         self._seen: dict[str, tuple[tuple[TensorSlot, ...], list[TensorBlob]]] = {}
         self._checksums = _Checksums()
@@ -177,9 +180,11 @@ class CudaIpcReceiver:
                 f"version {manifest.version} is said to have {manifest.num_bytes} bytes, but the trainer's GPU memory "
                 f"there has {len(whole)}; publish again"
             )
+        place = whole.device if self._place is None or self._place.type != "cuda" else self._place
         if self._stream is None:
-            self._stream = torch.cuda.Stream(whole.device)
+            self._stream = torch.cuda.Stream(place)
         with torch.cuda.stream(self._stream):
+            whole = whole if whole.device == place else whole[: manifest.num_bytes].to(place)
             found = self._checksums.of(manifest.version, manifest.slots, whole)
         if found != manifest.digest:
             raise WeightSyncError(
@@ -206,7 +211,7 @@ class CudaIpcReceiver:
                 )
                 for slot in slots
             ]
-            if manifest.location in self._opened:
+            if whole is self._opened.get(manifest.location):
                 self._seen[manifest.location] = slots, blobs
         return blobs
 

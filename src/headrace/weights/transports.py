@@ -83,6 +83,9 @@ def _way(asked: str, *, device: str, one_machine: bool) -> Route:
             "weights.transport is shared_memory, but the roles are on several machines: set weights.transport to "
             "files or collective"
         )
+    if asked == "collective":
+        why = "asked for by weights.transport; by gloo, or by NCCL where each end has a GPU of its own"
+        return Route(transport="collective", why=why)
     if asked != "auto":
         return Route(transport=asked, why="asked for by weights.transport")  # type: ignore[arg-type]
     if not one_machine:
@@ -139,7 +142,7 @@ class TransportReceiver:
 
     def __init__(self, others: Mapping[str, Fetcher] | None = None, *, place: Any = None) -> None:
         """``others``: ways that are not a transport's, by the name a manifest gives them. ``place``: the
-        torch.device that the engine computes on, where broadcasts between GPUs arrive; None: the host."""
+        torch.device that the engine computes on, where weights from another GPU arrive; None: not known."""
         self._receivers: dict[str, Fetcher] = dict(others or {})
         self._place = place
 
@@ -168,5 +171,5 @@ def _receiver(transport: str, place: Any) -> Fetcher:
     if transport == "cuda_ipc":
         from headrace.weights.cuda_ipc import CudaIpcReceiver
 
-        return CudaIpcReceiver()
+        return CudaIpcReceiver(place)
     raise WeightSyncError(f"weights were sent by {transport!r}, which this engine does not know; update it")
