@@ -46,6 +46,7 @@ class Group:
         self.name = name
         self.backend = backend
         self._is_sender = rank == 0
+        self._is_abandoned = False
         meeting, timeout = PrefixStore(name, store), timedelta(seconds=deadline_s)
         if backend == "gloo":
             self._group: Any = ProcessGroupGloo(meeting, rank, size, timeout)
@@ -71,7 +72,8 @@ class Group:
     def abandon(self) -> None:
         """Give up what is under way, if anything is; the group cannot be used again. NCCL's kernels would otherwise
         wait on the GPU for ever. Nobody waits for the end of that either: it may hang as well."""
-        if self.backend == "nccl":
+        if self.backend == "nccl" and not self._is_abandoned:
+            self._is_abandoned = True
             Abandonable(self._group.abort, "weights abort")
 
 
