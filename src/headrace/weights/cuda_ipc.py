@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -54,7 +55,7 @@ class CudaIpcSender:
 
     def __init__(self, *, growing_segments: bool = False, room_bytes: int = 0) -> None:
         """``growing_segments``: how this process takes its memory (``gpu_segments``). ``room_bytes``: the length of
-        a complete bundle, as far as it is known; buffers that turn out too short have to be copied."""
+        a complete bundle, as far as it is known; while it is not, tensors are held until all are there."""
         self._growing_segments = growing_segments
         self._live: dict[int, list[_Buffer]] = {}
         self._free: list[_Buffer] = []
@@ -75,7 +76,8 @@ class CudaIpcSender:
         buffer: _Buffer | None = None
         parts: list[_Part] = []
         sums: list[torch.Tensor] = []
-        for bucket in in_buckets(blobs, blob_bytes, _BUCKET_BYTES):
+        limit = _BUCKET_BYTES if self._last_bytes.get(kind) else sys.maxsize
+        for bucket in in_buckets(blobs, blob_bytes, limit):
             part = self._part(len(parts), parts[-1].end if parts else 0, bucket)
             buffer = self._with_room(buffer, part, kind)
             sums.append(part.copied_sums(bucket, buffer.bytes))

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from headrace.models.loading import make_tiny_model
+from headrace.models.tensors import tensor_bytes
 from headrace.trainers.ranks import Ranks
 from headrace.trainers.sharded_weights import ShardedWeights
 from headrace.types import TensorBlob
 from headrace.weights import bundle_sender, collective, cuda_ipc, files, shared_memory
+from headrace.weights.bundle import aligned
 from headrace.weights.transports import Route, weight_sender
 
 BUCKET_BYTES = 40_000
@@ -68,12 +70,16 @@ def test_the_model_is_never_held_as_a_whole(weights, tmp_path, monkeypatch, bund
     monkeypatch.setattr(cuda_ipc, "_Buffer", Buffer)
     monkeypatch.setattr(cuda_ipc, "_device_of", lambda tensors: torch.device("cpu"))
     route = Route(transport=transport, why="", bundle=bundle)
-    sender = weight_sender(route, segments=tmp_path / "segments", folder=tmp_path / "folder")
+    num_bytes = sum(map(aligned, tensor_bytes(weights.model, "bfloat16")))
+    sender = weight_sender(
+        route, segments=tmp_path / "segments", folder=tmp_path / "folder", full_bytes=num_bytes
+    )
     on_device = transport == "cuda_ipc"
     for version, kind in enumerate((None, None, "full")):
         counter = Counter()
         manifest = sender.send(version, counter.counted(weights.blobs(), on_device=on_device), kind=kind)
         assert manifest.kind == (bundle if version == 1 else "full")
+        assert manifest.num_bytes == num_bytes or manifest.kind == "delta"
         assert counter.all > 4 * BUCKET_BYTES
         # A bucket, and the tensor that no longer fitted into it.
         assert counter.most <= BUCKET_BYTES + counter.largest
