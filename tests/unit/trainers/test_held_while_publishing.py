@@ -57,10 +57,11 @@ class Buffer:
 
 
 @pytest.fixture
-def weights(tmp_path: Path, ranks: Ranks) -> ShardedWeights:
-    """One rank's, who gathers from itself; every tensor is made for the bundle."""
+def weights(tmp_path: Path, ranks: Ranks) -> tuple[ShardedWeights, int]:
+    """One rank's, who gathers from itself, so that every tensor is made for the bundle; and the bundle's length."""
     model = make_tiny_model(tmp_path / "model", vocab_size=200, hidden_size=48, num_layers=6)
-    return ShardedWeights(model.float(), torch.bfloat16, ranks=ranks)
+    num_bytes = sum(map(aligned, tensor_bytes(model, "bfloat16")))
+    return ShardedWeights(model.float(), torch.bfloat16, ranks=ranks), num_bytes
 
 
 @pytest.mark.parametrize(("bundle", "transport"), CELLS)
@@ -70,7 +71,7 @@ def test_the_model_is_never_held_as_a_whole(weights, tmp_path, monkeypatch, bund
     monkeypatch.setattr(cuda_ipc, "_Buffer", Buffer)
     monkeypatch.setattr(cuda_ipc, "_device_of", lambda tensors: torch.device("cpu"))
     route = Route(transport=transport, why="", bundle=bundle)
-    num_bytes = sum(map(aligned, tensor_bytes(weights.model, "bfloat16")))
+    weights, num_bytes = weights
     sender = weight_sender(
         route, segments=tmp_path / "segments", folder=tmp_path / "folder", full_bytes=num_bytes
     )
