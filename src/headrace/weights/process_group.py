@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,8 @@ _PIECE_BYTES = 64 << 20
 _OUTLIVES_FAILURE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """By default torch ends the process when a collective of NCCL fails or takes too long. With these it ends the
 collective, and an engine goes on serving."""
+
+_environment_lock = Lock()
 
 
 def open_store(host: str, deadline_s: float) -> TCPStore:
@@ -79,17 +81,18 @@ class Group:
 
 @contextmanager
 def _environment(wanted: dict[str, str]) -> Iterator[None]:
-    """For what torch reads once, when a group is made."""
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
+    """For what torch reads once, when a group is made. One thread at a time, or one would keep what another set."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name)
+                else:
+                    os.environ[name] = value
 
 
 class Abandonable:
