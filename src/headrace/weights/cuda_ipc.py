@@ -11,25 +11,21 @@ writes over a version's memory only after ``retire``, so a receiver must have co
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from headrace.errors import WeightSyncError
 from headrace.types import BundleKind, TensorBlob, TensorSlot, WeightManifest
-from headrace.weights.bundle import ALIGNMENT_BYTES, blob_bytes, check_slots, in_buckets, lay_out
+from headrace.weights.bundle import ALIGNMENT_BYTES, blob_bytes, check_slots, in_buckets
+from headrace.weights.gpu_bundle import Checksums, Part, digest, joined_slots, slot_table
 from headrace.weights.gpu_segments import fixed_segments
-
-if TYPE_CHECKING:
-    from headrace.kernels.checksum import Chunks
 
 TRANSPORT = "cuda_ipc"
 _BUCKET_BYTES = 1 << 30
@@ -63,7 +59,7 @@ class CudaIpcSender:
         """Of the bundle of each kind sent last: the next will be about as long."""
         # Of the last bundle: those of one run are nearly all alike, and laying out hundreds of tensors takes a
         # millisecond.
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         self._slots: tuple[TensorSlot, ...] = ()
         self._table = b""
 
@@ -74,7 +70,7 @@ class CudaIpcSender:
         engine may be reading them."""
         kind = kind or "full"
         buffer: _Buffer | None = None
-        parts: list[_Part] = []
+        parts: list[Part] = []
         sums: list[torch.Tensor] = []
         limit = _BUCKET_BYTES if self._last_bytes.get(kind) else sys.maxsize
         for bucket in in_buckets(blobs, blob_bytes, limit):
@@ -86,8 +82,8 @@ class CudaIpcSender:
         if buffer is None:
             raise WeightSyncError("there is nothing to send: the bundle has no tensors")
         if parts != self._parts:
-            self._parts, self._slots = parts, _joined(parts)
-            self._table = _table(self._slots)
+            self._parts, self._slots = parts, joined_slots(parts)
+            self._table = slot_table(self._slots)
         self._last_bytes[kind] = parts[-1].end
         self._live.setdefault(version, []).append(buffer)
         return WeightManifest(
@@ -97,7 +93,7 @@ class CudaIpcSender:
             transport=TRANSPORT,
             location=buffer.location,
             num_bytes=parts[-1].end,
-            digest=_digest(version, self._table, torch.cat(sums)),
+            digest=digest(version, self._table, torch.cat(sums)),
             slots=self._slots,
         )
 
@@ -109,13 +105,13 @@ class CudaIpcSender:
         self._live.clear()
         self._free.clear()
 
-    def _part(self, number: int, start: int, bucket: Sequence[TensorBlob]) -> _Part:
+    def _part(self, number: int, start: int, bucket: Sequence[TensorBlob]) -> Part:
         described = [(blob.name, blob.dtype, blob.shape, blob.data.nbytes, blob.form) for blob in bucket]
         place = (start, _device_of(bucket), described)
         known = self._parts[number] if number < len(self._parts) else None
-        return known if known is not None and known.place == place else _Part(place, bucket)
+        return known if known is not None and known.place == place else Part(place, bucket)
 
-    def _with_room(self, buffer: _Buffer | None, part: _Part, kind: str) -> _Buffer:
+    def _with_room(self, buffer: _Buffer | None, part: Part, kind: str) -> _Buffer:
         """The buffer that is being written, or a first one, with room for another part."""
         if buffer is None:
             return self._take(max(part.end, self._last_bytes.get(kind, 0)), part.device)
@@ -135,29 +131,6 @@ class CudaIpcSender:
         return _Buffer(room, device, growing_segments=self._growing_segments)
 
 
-class _Part:
-    """Tensors that are copied together, and where they lie in a buffer."""
-
-    def __init__(self, place: tuple[int, torch.device, list[Any]], bucket: Sequence[TensorBlob]) -> None:
-        """``place``: where it starts, on what device, and what it is."""
-        self.place = place
-        self.start, self.device, _ = place
-        slots, num_bytes = lay_out(bucket)
-        self.slots = tuple(replace(slot, offset=self.start + slot.offset) for slot in slots)
-        self.end = self.start + num_bytes
-        self._chunks = _chunks(self.slots, self.device)
-
-    def copied_sums(self, bucket: Sequence[TensorBlob], payload: torch.Tensor) -> torch.Tensor:
-        """Copies the tensors into the payload; returns the sums of their chunks."""
-        from headrace.kernels.whole_copies import can_be_copied_wide
-
-        sources: list[Any] = [blob.data for blob in bucket]
-        if can_be_copied_wide(sources):
-            return self._chunks.copied_sums(sources, payload)
-        torch._foreach_copy_(_shares(self.slots, payload), sources)
-        return self._chunks.sums(payload)
-
-
 class CudaIpcReceiver:
     """An engine's end. Verification runs beside the engine's own stream. An engine on another GPU of the machine
     verifies, and is given, a copy on its own: kernels that copy weights read one GPU's memory."""
@@ -167,7 +140,7 @@ class CudaIpcReceiver:
         self._place = place
         self._opened: dict[str, torch.Tensor] = {}
         self._seen: dict[str, tuple[tuple[TensorSlot, ...], list[TensorBlob]]] = {}
-        self._checksums = _Checksums()
+        self._checksums = Checksums()
         self._stream: torch.cuda.Stream | None = None
 
     def receive(self, manifest: WeightManifest) -> Iterator[TensorBlob]:
@@ -232,51 +205,6 @@ class CudaIpcReceiver:
                 ) from error
             self._opened[place] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return self._opened[place]
-
-
-class _Checksums:
-    """Digests of bundles as they lie, whose slots are usually those of the last one."""
-
-    def __init__(self) -> None:
-        self._slots: tuple[TensorSlot, ...] = ()
-        self._chunks: Chunks | None = None
-        self._table = b""
-
-    def of(self, version: int, slots: tuple[TensorSlot, ...], payload: torch.Tensor) -> str:
-        if self._chunks is None or slots != self._slots:
-            self._slots, self._table = slots, _table(slots)
-            self._chunks = _chunks(slots, payload.device)
-        return _digest(version, self._table, self._chunks.sums(payload))
-
-
-def _digest(version: int, table: bytes, sums: torch.Tensor) -> str:
-    """32 hex digits from the sums of every tensor's words by chunk, hashed with the version and the slot table. They
-    guard against accidents, as the digest of mapped memory does; the sums are taken where the bytes are."""
-    whole = hashlib.blake2b(f"{version} ".encode() + table, digest_size=16)
-    whole.update(sums.cpu().numpy().tobytes())
-    return whole.hexdigest()
-
-
-def _joined(parts: Sequence[_Part]) -> tuple[TensorSlot, ...]:
-    slots = tuple(slot for part in parts for slot in part.slots)
-    if len({slot.name for slot in slots}) != len(slots):
-        raise WeightSyncError("a tensor is in the bundle twice; send shared tensors once")
-    return slots
-
-
-def _table(slots: tuple[TensorSlot, ...]) -> bytes:
-    return json.dumps([[s.name, s.dtype, list(s.shape), s.offset, s.num_bytes] for s in slots]).encode()
-
-
-def _chunks(slots: Sequence[TensorSlot], device: torch.device) -> Chunks:
-    # Triton is needed on a GPU only.
-    from headrace.kernels.checksum import Chunks
-
-    return Chunks([(slot.offset, slot.num_bytes) for slot in slots], device)
-
-
-def _shares(slots: Sequence[TensorSlot], payload: torch.Tensor) -> list[torch.Tensor]:
-    return [payload[slot.offset : slot.offset + slot.num_bytes] for slot in slots]
 
 
 def _device_of(tensors: Sequence[TensorBlob]) -> torch.device:

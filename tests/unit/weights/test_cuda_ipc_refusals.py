@@ -13,6 +13,7 @@ import torch
 from headrace.errors import WeightSyncError
 from headrace.types import TensorBlob, TensorSlot, WeightManifest
 from headrace.weights import cuda_ipc
+from headrace.weights.gpu_bundle import Checksums
 
 
 @dataclass
@@ -104,7 +105,7 @@ def test_a_bundle_lies_the_same_whatever_buckets_it_came_in(monkeypatch, room_by
         monkeypatch.setattr(cuda_ipc, "_BUCKET_BYTES", bucket_bytes)
         manifest = sender.send(version, iter(blobs))
         (buffer,) = sender._live[version]
-        found = cuda_ipc._Checksums().of(version, manifest.slots, buffer.bytes)
+        found = Checksums().of(version, manifest.slots, buffer.bytes)
         assert found == manifest.digest
         for slot, blob in zip(manifest.slots, blobs, strict=True):
             assert torch.equal(buffer.bytes[slot.offset : slot.offset + slot.num_bytes], blob.data)
