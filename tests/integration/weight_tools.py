@@ -42,7 +42,12 @@ class Way:
 
     def entered(self) -> AbstractContextManager[object]:
         """What is launched without a word about the device is the engine's, as in a process of its own."""
-        return nullcontext() if self.engine == "cpu" else torch.cuda.device(self.engine)
+        return current(self.engine)
+
+
+def current(device: str) -> AbstractContextManager[object]:
+    """The device that is meant where none is named."""
+    return nullcontext() if device == "cpu" else torch.cuda.device(device)
 
 
 WAYS = {
@@ -89,6 +94,7 @@ class Publisher:
         dtype = "float32" if device == "cpu" else "bfloat16"
         self.model = load_model(checkpoint, dtype=dtype, device=device)
         self.sender = sender
+        self.device = device
         self.version = 0
         self.digests = {0: digest_of(to_blobs(self.model))}
 
@@ -100,10 +106,12 @@ class Publisher:
 
     async def publish(self, version: int) -> WeightManifest:
         self.advance(version)
-        return self.sender.send(version, to_blobs(self.model))
+        with current(self.device):
+            return self.sender.send(version, to_blobs(self.model))
 
     async def publish_whole(self) -> WeightManifest:
-        return self.sender.send(self.version, to_blobs(self.model), kind="full")
+        with current(self.device):
+            return self.sender.send(self.version, to_blobs(self.model), kind="full")
 
     async def retire(self, version: int) -> None:
         self.sender.retire(version)
@@ -121,7 +129,7 @@ class AdapterPublisher(Publisher):
         dtype = "float32" if device == "cpu" else "bfloat16"
         model = load_model(checkpoint, dtype=dtype, device=device)
         self.adapter = AdapterWeights(model, getattr(torch, dtype), lora)
-        self.model, self.sender, self.version = model, sender, 0
+        self.model, self.sender, self.device, self.version = model, sender, device, 0
         self.digests = {0: digest_of(self.adapter.blobs())}
 
     def advance(self, version: int) -> None:
@@ -137,7 +145,8 @@ class AdapterPublisher(Publisher):
         return await self.publish_whole()
 
     async def publish_whole(self) -> WeightManifest:
-        manifest = self.sender.send(self.version, self.adapter.blobs(), kind="adapter")
+        with current(self.device):
+            manifest = self.sender.send(self.version, self.adapter.blobs(), kind="adapter")
         return replace(manifest, policy=LORA.policy)
 
 
