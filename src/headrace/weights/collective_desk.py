@@ -88,6 +88,7 @@ class Desk:
                 time.sleep(_POLL_S)
             else:
                 self.busy.wait(_IDLE_S)
+        self._keep(None)
 
     def _gather(self, store: TCPStore) -> dict[int, Ask]:
         """Those who want what the first one wants, once all are there or it has waited long enough."""

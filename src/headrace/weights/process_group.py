@@ -76,7 +76,7 @@ class Group:
         wait on the GPU for ever. Nobody waits for the end of that either: it may hang as well."""
         if self.backend == "nccl" and not self._is_abandoned:
             self._is_abandoned = True
-            Abandonable(self._group.abort, "weights abort")
+            Thread(target=self._group.abort, name="weights abort", daemon=True).start()
 
 
 @contextmanager
