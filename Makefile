@@ -41,7 +41,7 @@ test-slow: setup  ## the tests that take minutes
 
 test-gpu: setup  ## the tests that need a CUDA device
 	$(PYTEST) -m gpu --timeout 1200
-	$(PYTEST) -k cuda_ipc tests/integration/test_weight_contract.py
+	$(PYTEST) -k 'cuda_ipc or nccl or gpu' tests/integration/test_weight_contract.py
 
 check: setup  ## lint, formatting, types and layering
 	$(BIN)/ruff check .

@@ -39,7 +39,7 @@ from headrace.scoring.process import build_scorer
 from headrace.scoring.resolve import function_name, resolve
 from headrace.scoring.unrewarded import Unrewarded
 from headrace.types import BLOCK_TOKENS, Sampling
-from headrace.weights.segment_directory import create_segment_directory
+from headrace.weights.segment_directory import create_segment_directory, segment_root
 from headrace.weights.transports import Route, choose
 
 Reward = str | Callable[..., Any]
@@ -289,9 +289,9 @@ def memory_share(settings: Settings, *, beside_trainer: bool) -> float:
     return settings.engine.memory_share or (_SHARE_BESIDE_TRAINER if beside_trainer else _SHARE_ALONE)
 
 
-def route(settings: Settings, place: str | None = None) -> Route:
+def route(settings: Settings, place: str | None = None, *, version_bytes: int = 0) -> Route:
     """How weights reach the engines. All roles are on this machine and its one device, ``place`` (None: that of
-    the settings)."""
+    the settings). ``version_bytes``: of what is published each time; 0: little, or not known."""
     w, rank = settings.weights, settings.lora.rank
     followed = bool(settings.distill.snapshots) and w.bundle == "auto"
     chosen = choose(
@@ -299,6 +299,9 @@ def route(settings: Settings, place: str | None = None) -> Route:
         "full" if followed else w.bundle,
         device=place or device(settings.model.device),
         item_bytes=2 if dtype(settings, place) == "bfloat16" else 4,
+        # One that engines still read, and the next.
+        needed_bytes=2 * version_bytes,
+        shared_bytes=shutil.disk_usage(segment_root()).free,
     )
     if rank:
         return replace(chosen, bundle="adapter", why_bundle=f"lora.rank is {rank}: only the adapter changes")

@@ -112,9 +112,19 @@ def _model(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _weights(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
-    route = build.route(settings)
+    model = facts["architecture"] = _architecture(settings, facts["told"]["model"])
+    item_bytes = 2 if build.dtype(settings) == "bfloat16" else 4
+    num_bytes = (model.num_adapter_weights or model.num_weights) * item_bytes
+    route = build.route(settings, version_bytes=num_bytes)
     detail = f"travel by {route.transport}: {route.why}; {route.bundle} bundles: {route.why_bundle}"
-    yield Finding(check="weights", verdict="ok", detail=detail)
+    free = shutil.disk_usage(segment_root()).free
+    fits = route.transport != "shared_memory" or 2 * num_bytes <= free
+    advice = (
+        ""
+        if fits
+        else f"; two versions take {2 * num_bytes / 1e9:.2f} GB and {free / 1e9:.2f} are free: set it to auto"
+    )
+    yield Finding(check="weights", verdict="ok" if fits else "fail", detail=detail + advice)
 
 
 def _tasks(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
@@ -130,21 +140,24 @@ def _tasks(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
 
 def _context(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     """A sequence is never divided among devices, so memory bounds its length."""
-    import torch
-
-    from headrace.memory.architecture import examine as examine_sizes
     from headrace.memory.plan import longest_sequence, memory_of
-    from headrace.models.loading import load_config
 
-    kind = build.device(settings.model.device)
-    dtype = getattr(torch, build.dtype(settings, kind))
-    model = examine_sizes(load_config(facts["told"]["model"]), dtype, build.lora(settings))
+    kind, model = build.device(settings.model.device), facts["architecture"]
     longest = longest_sequence(settings, model, kind=kind, device_bytes=memory_of(kind))
     wanted = min(facts["longest_prompt"] + settings.rollout.max_tokens, model.context_tokens)
     fine = longest >= wanted
     advice = "" if fine else f": {wanted:,} are wanted; lower rollout.max_tokens, or ask headrace plan memory"
     detail = f"up to {longest:,} tokens can be trained, by estimate; one device computes a sequence{advice}"
     yield Finding(check="sequence length", verdict="ok" if fine else "fail", detail=detail)
+
+
+def _architecture(settings: Settings, model: str) -> Any:
+    import torch
+
+    from headrace.memory.architecture import examine as examine_sizes
+    from headrace.models.loading import load_config
+
+    return examine_sizes(load_config(model), getattr(torch, build.dtype(settings)), build.lora(settings))
 
 
 def _rewards(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ from headrace.protocols import Engine, StepScorer, Trainer, WeightSender
 from headrace.runtime import linked_weights
 from headrace.scoring.resolve import function_name, resolve
 from headrace.timekeeping import ENGINE_ACTIVITIES, TRAINER_ACTIVITIES, TimeLedger
+from headrace.weights.bundle import aligned
 from headrace.weights.transports import TransportReceiver, weight_sender
 
 _PROCESS_KV_BYTES = {"cpu": 2**30, "cuda": 2**33}
@@ -66,7 +67,9 @@ def engine_role(told: Mapping[str, Any]) -> Engine:
     return EngineDriver(
         core,
         name=name,
-        receiver=TransportReceiver({linked_weights.TRANSPORT: CheckpointReader(build.dtype(settings))}),
+        receiver=TransportReceiver(
+            {linked_weights.TRANSPORT: CheckpointReader(build.dtype(settings))}, place=model.device
+        ),
         ledger=ledger,
         progress_tokens=build.progress_tokens(settings),
         # In one process nothing is queued, and what is told must not depend on the clock.
@@ -221,8 +224,10 @@ def _grows(told: Mapping[str, Any], settings: Settings) -> bool:
 
 def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSender:
     from headrace.models.checkpoint_names import CheckpointNamed
+    from headrace.models.tensors import tensor_bytes
 
-    way = build.route(settings)
+    num_bytes = 0 if settings.lora.rank else sum(map(aligned, tensor_bytes(model, build.dtype(settings))))
+    way = build.route(settings, version_bytes=num_bytes)
     sender = weight_sender(
         way,
         segments=Path(told["segments"]),
@@ -231,5 +236,6 @@ def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSe
         # Before the engines' own deadline, which ends the run: a broadcast that failed can be made good.
         deadline_s=settings.run.update_s / 2,
         growing_segments=_grows(told, settings),
+        full_bytes=num_bytes,
     )
     return CheckpointNamed(sender, model) if way.transport == "files" else sender

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_tools import make_batch, make_model, ranked, single, within
+from rank_tools import VOCAB_SIZE, make_batch, make_model, ranked, single, within
 from transformers import AutoModelForCausalLM
 
 import headrace
@@ -75,7 +75,8 @@ def published(manifest: Any) -> dict[str, np.ndarray]:
 
 
 def test_two_ranks_train_publish_and_save_as_one_process_does(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "llama")
+    # A vocabulary that two ranks cannot share evenly.
+    model = make_model(tmp_path / "model", "llama", vocab_size=VOCAB_SIZE + 1)
     alone = single(model, tmp_path / "segments")
     expected = curve(alone, range(1, STEPS + 1))
     more = curve(alone, range(STEPS + 1, STEPS + 3))

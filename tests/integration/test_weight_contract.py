@@ -17,6 +17,7 @@ from weight_tools import (
     DAMAGE,
     EXPERT_LORA,
     LORA,
+    WAYS,
     AdapterPublisher,
     Publisher,
     digest_of,
@@ -40,10 +41,21 @@ ON_HOST = [
     for transport in ("shared_memory", "files", "collective")
 ]
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA IPC needs a GPU")
+ONE_GPU = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="NCCL needs a GPU for the trainer and one for each engine"
+)
 ON_GPU = [
     pytest.param(bundle, "cuda_ipc", id=f"{bundle}-cuda_ipc", marks=NO_GPU) for bundle in ("full", "adapter")
 ]
-HERE = [*ON_HOST, *ON_GPU]
+NOT_BESIDE = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="CUDA IPC from one GPU to another needs two"
+)
+ON_GPUS = [pytest.param(bundle, "nccl", id=f"{bundle}-collective-nccl", marks=ONE_GPU) for bundle in BUNDLES]
+BETWEEN_GPUS = [
+    pytest.param(bundle, "cuda_ipc-two_gpus", id=f"{bundle}-cuda_ipc-two_gpus", marks=NOT_BESIDE)
+    for bundle in ("full", "adapter")
+]
+HERE = [*ON_HOST, *ON_GPU, *BETWEEN_GPUS, *ON_GPUS]
 MATRIX = [
     *HERE,
     pytest.param(
@@ -51,15 +63,6 @@ MATRIX = [
         "cuda_ipc",
         id="delta-cuda_ipc",
         marks=pytest.mark.skip(reason="refused: weights that stay on a GPU are copied faster than compared"),
-    ),
-    *(
-        pytest.param(
-            bundle,
-            "nccl",
-            id=f"{bundle}-collective-nccl",
-            marks=pytest.mark.skip(reason="NCCL needs a GPU for the trainer and one for each engine"),
-        )
-        for bundle in BUNDLES
     ),
 ]
 
@@ -70,18 +73,20 @@ def checkpoint(tmp_path_factory):
 
 
 class World:
-    """One trainer, two engines, and the sync between them."""
+    """One trainer, two engines (one where each needs a GPU of its own), and the sync between them."""
 
-    def __init__(self, checkpoint, sender, mode, device="cpu", bundle="full", lora=LORA):
+    def __init__(self, checkpoint, sender, mode, way=WAYS["files"], bundle="full", lora=LORA):
+        self.way = way
         self.lora = lora if bundle == "adapter" else None
         self.policy = lora.policy if self.lora else "policy"
         self.publisher = (
-            AdapterPublisher(checkpoint, sender, device=device, lora=lora)
+            AdapterPublisher(checkpoint, sender, device=way.trainer, lora=lora)
             if self.lora
-            else Publisher(checkpoint, sender, device=device)
+            else Publisher(checkpoint, sender, device=way.trainer)
         )
         self.engines = [
-            make_engine(checkpoint, f"engine-{i}", device=device, lora=self.lora) for i in range(2)
+            make_engine(checkpoint, f"engine-{i}", device=way.engine, lora=self.lora)
+            for i in range(way.num_engines)
         ]
         self.warnings = []
         self.sync = self.sync_of(self.engines, mode)
@@ -128,15 +133,18 @@ def in_world(checkpoint, tmp_path):
 
     def run(bundle, transport, mode, scenario, *, deadline_s=20.0):
         async def main():
-            device = "cuda" if transport == "cuda_ipc" else "cpu"
-            sender = sender_for(transport, bundle, tmp_path, num_receivers=2, deadline_s=deadline_s)
-            world = World(checkpoint, sender, mode, device, bundle)
+            sender = sender_for(
+                way.transport, bundle, tmp_path, num_receivers=way.num_engines, deadline_s=deadline_s
+            )
+            world = World(checkpoint, sender, mode, way, bundle)
             try:
                 await scenario(world)
             finally:
                 await world.close()
 
-        asyncio.run(asyncio.wait_for(main(), WAIT_S))
+        way = WAYS[transport]
+        with way.entered():
+            asyncio.run(asyncio.wait_for(main(), WAIT_S))
 
     return run
 
@@ -157,7 +165,7 @@ def test_updates_land_whole_while_requests_run(in_world, bundle, transport, mode
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             manifest = await world.update(version)
-            assert manifest.kind == bundle and manifest.transport == transport
+            assert manifest.kind == bundle and manifest.transport == world.way.transport
             for done in await asyncio.gather(*running):
                 assert np.all(np.diff(done.versions) >= 0)
                 assert set(done.versions) <= {version - 1, version}
@@ -177,7 +185,7 @@ def test_torn_bytes_are_noticed_served_around_and_made_good(in_world, bundle, tr
     async def scenario(world):
         await world.update(0)
         manifest = await world.sync.publish(1)
-        DAMAGE[transport](world.publisher.sender, manifest)
+        DAMAGE[world.way.transport](world.publisher.sender, manifest)
         served = []
         publish_whole = world.publisher.publish_whole
 
@@ -194,8 +202,9 @@ def test_torn_bytes_are_noticed_served_around_and_made_good(in_world, bundle, tr
 
         world.publisher.publish_whole = serve_meanwhile
         await world.sync.land(manifest)
-        assert [set(done.versions) for done in served] == [{0}, {0}]
-        assert len(world.warnings) == 2 and "engine-0 keeps its old weights" in world.warnings[0]
+        assert [set(done.versions) for done in served] == [{0}] * len(world.engines)
+        assert len(world.warnings) == len(world.engines)
+        assert "engine-0 keeps its old weights" in world.warnings[0]
         await world.check(1)
         world.publisher.publish_whole = publish_whole
         await world.update(2)
@@ -208,12 +217,12 @@ def test_torn_bytes_are_noticed_served_around_and_made_good(in_world, bundle, tr
 def test_an_engine_that_missed_an_update_catches_up(in_world, bundle, transport):
     async def scenario(world):
         await world.update(0)
-        await world.update(1, world.sync_of(world.engines[:1], "never"))
+        *others, last = world.engines
+        await world.update(1, world.sync_of(others, "never"))
         await world.update(2)
         await world.check(2)
-        told = [
-            text for text in world.warnings if "engine-1 has version 0 and the delta to 2 builds on 1" in text
-        ]
+        text_of_it = f"{last.name} has version 0 and the delta to 2 builds on 1"
+        told = [text for text in world.warnings if text_of_it in text]
         assert len(world.warnings) == len(told) == (1 if bundle == "delta" else 0)
         await world.update(3)
         await world.check(3)
@@ -226,10 +235,8 @@ def test_an_engine_joins_late(in_world, checkpoint, bundle, transport):
     async def scenario(world):
         await world.update(0)
         await world.update(1)
-        await world.engines[1].close()
-        world.engines[1] = make_engine(
-            checkpoint, "late", device=world.publisher.model.device.type, lora=world.lora
-        )
+        await world.engines[-1].close()
+        world.engines[-1] = make_engine(checkpoint, "late", device=world.way.engine, lora=world.lora)
         sync = world.sync_of(world.engines, "never")
         await world.update(2, sync)
         await world.check(2)
@@ -245,7 +252,7 @@ def test_an_update_may_come_twice_and_an_older_one_is_refused(in_world, bundle, 
         await world.update(0)
         manifest = await world.sync.publish(1)
         await world.sync.land(manifest)
-        assert [await engine.apply(manifest) for engine in world.engines] == [1, 1]
+        assert [await engine.apply(manifest) for engine in world.engines] == [1] * len(world.engines)
         await world.check(1)
         with pytest.raises(WeightSyncError, match="engine-0 has version 1; 0 is older"):
             await world.engines[0].apply(replace(manifest, version=0))
@@ -261,7 +268,7 @@ def test_the_trainer_may_be_ahead_when_an_engine_catches_up(in_world, bundle, tr
     async def scenario(world):
         await world.update(0)
         first = await world.sync.publish(1)
-        DAMAGE[transport](world.publisher.sender, first)
+        DAMAGE[world.way.transport](world.publisher.sender, first)
         world.publisher.advance(2)
         await world.sync.land(first)
         assert world.sync.version == 1
@@ -282,7 +289,8 @@ def test_the_trainer_may_be_ahead_when_an_engine_catches_up(in_world, bundle, tr
         for mode in MODES
         # A broadcast is waited for until its deadline, whatever it carries: one bundle goes through all modes.
         if transport != "collective" or bundle == "full" or mode == "never"
-    ],
+    ]
+    + [pytest.param("full", "nccl", mode, id=f"full-nccl-{mode}", marks=ONE_GPU) for mode in MODES],
 )
 def test_a_sender_that_is_gone_leaves_the_old_weights_serving(in_world, tmp_path, bundle, transport, mode):
     """Twice over: the bundle is not there, and no other one is to be had."""
@@ -298,18 +306,59 @@ def test_a_sender_that_is_gone_leaves_the_old_weights_serving(in_world, tmp_path
         publish_whole, world.publisher.publish_whole = world.publisher.publish_whole, no_trainer
         # A folder is looked at for a while, since it may show a directory late.
         for engine in world.engines if transport == "files" else ():
-            engine._receiver._receivers[transport]._visible_s = 0.0
+            engine._receiver._receivers["files"]._visible_s = 0.0
         with pytest.raises(WeightSyncError, match="the trainer is gone"):
             await world.sync.land(manifest)
         await world.check(0)
         done = await world.engines[0].generate(request("after", max_tokens=5, policy=world.policy))
         assert set(done.versions) == {0} and done.finish_reason == "length"
         world.publisher.publish_whole = publish_whole
-        world.publisher.sender = sender_for(transport, bundle, tmp_path / "again", num_receivers=2)
+        world.publisher.sender = sender_for(
+            world.way.transport, bundle, tmp_path / "again", num_receivers=len(world.engines)
+        )
         await world.update(2)
         await world.check(2)
 
     in_world(bundle, transport, mode, scenario, deadline_s=3.0)
+
+
+@pytest.mark.parametrize(("bundle", "transport"), ON_GPUS)
+def test_gpus_of_their_own_use_nccl(in_world, bundle, transport):
+    """Save for differences, which are made on the host and are small."""
+
+    async def scenario(world):
+        groups = set()
+        for version in (0, 1, 2):
+            manifest = await world.update(version)
+            groups.add(world.engines[0]._receiver._receivers["collective"]._group)
+        await world.check(2)
+        assert manifest.kind == bundle
+        assert {group.backend for group in groups} == ({"nccl", "gloo"} if bundle == "delta" else {"nccl"})
+
+    in_world(bundle, transport, "never", scenario)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the weights are on a GPU")
+@pytest.mark.parametrize("bundle", BUNDLES)
+@pytest.mark.parametrize("transport", ["shared_memory-one_gpu", "files-one_gpu", "collective-one_gpu"])
+def test_weights_of_a_gpu_go_through_the_host(in_world, bundle, transport):
+    """Where trainer and engines share one GPU, or have none in common. One update lands, one is torn and made good."""
+
+    async def scenario(world):
+        for version in (0, 1):
+            assert (await world.update(version)).kind == (
+                "full" if (bundle, version) == ("delta", 0) else bundle
+            )
+            await world.check(version)
+        manifest = await world.sync.publish(2)
+        DAMAGE[world.way.transport](world.publisher.sender, manifest)
+        await world.sync.land(manifest)
+        assert len(world.warnings) == len(world.engines)
+        await world.check(2)
+        await world.update(3)
+        await world.check(3)
+
+    in_world(bundle, transport, "never", scenario)
 
 
 @pytest.mark.parametrize("bundle", ["full", "delta"])

@@ -1,12 +1,13 @@
 """Ends of a weight transport as processes of their own, for tests that kill them.
 
-    weight_program.py CHECKPOINT
+    weight_program.py CHECKPOINT END      is one itself, talking through its input and output
+    weight_program.py CHECKPOINT          starts ends
 
-Each line of input is an end to start: the two pipes it talks through, and what it is. The answer is its process
+Each line of input is then an end to start: the two pipes it talks through, and what it is. The answer is its process
 id. Ends are forked, since importing what they need takes a hundred times as long as an update.
 
-    sender TRANSPORT BUNDLE PLACE     answers: publish V | whole | retire V
-    engine BUNDLE                     answers: apply MANIFEST | look
+    sender WAY BUNDLE PLACE     answers: publish V | whole | retire V
+    engine WAY BUNDLE           answers: apply MANIFEST | look
 
 One line is answered by one line: a manifest as hex, or ``error`` and a sentence. An engine samples all the time, so
 that updates reach it between two passes. ``look`` tells what it computes with: its version, the digest of its
@@ -26,7 +27,7 @@ import traceback
 from pathlib import Path
 
 import numpy as np
-from weight_tools import LORA, digest_of, make_engine, publisher_of, request, sender_for
+from weight_tools import LORA, WAYS, digest_of, make_engine, publisher_of, request, sender_for
 
 from headrace.errors import WeightSyncError
 from headrace.types import WeightManifest
@@ -39,9 +40,9 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-async def send(checkpoint: Path, transport: str, bundle: str, place: str) -> None:
-    sender = sender_for(transport, bundle, Path(place), deadline_s=3.0)
-    publisher = publisher_of(bundle, checkpoint, sender)
+async def send(checkpoint: Path, way: str, bundle: str, place: str) -> None:
+    sender = sender_for(WAYS[way].transport, bundle, Path(place), deadline_s=3.0)
+    publisher = publisher_of(bundle, checkpoint, sender, device=WAYS[way].trainer)
     say("ready")
     for line in sys.stdin:
         order, _, version = line.strip().partition(" ")
@@ -53,9 +54,9 @@ async def send(checkpoint: Path, transport: str, bundle: str, place: str) -> Non
             say(encode(await made).hex())
 
 
-async def serve(checkpoint: Path, bundle: str) -> None:
+async def serve(checkpoint: Path, way: str, bundle: str) -> None:
     lora = LORA if bundle == "adapter" else None
-    engine = make_engine(checkpoint, lora=lora)
+    engine = make_engine(checkpoint, device=WAYS[way].engine, lora=lora)
     policy = lora.policy if lora else "policy"
     sampling: asyncio.Task[None] | None = None
 
@@ -86,14 +87,22 @@ async def serve(checkpoint: Path, bundle: str) -> None:
     await engine.close()
 
 
-def become(checkpoint: Path, orders: str, answers: str, role: str, *rest: str) -> None:
+def run(checkpoint: Path, role: str, way: str, *rest: str) -> None:
+    if role == "sender":
+        asyncio.run(send(checkpoint, way, *rest))
+        return
+    with WAYS[way].entered():
+        asyncio.run(serve(checkpoint, way, *rest))
+
+
+def become(checkpoint: Path, orders: str, answers: str, *what: str) -> None:
     """Turn a freshly forked process into an end; never returns."""
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for path, mode, number in ((orders, os.O_RDONLY, 0), (answers, os.O_WRONLY, 1)):
             os.dup2(os.open(path, mode), number)
-        asyncio.run(send(checkpoint, *rest) if role == "sender" else serve(checkpoint, *rest))
+        run(checkpoint, *what)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -101,13 +110,22 @@ def become(checkpoint: Path, orders: str, answers: str, role: str, *rest: str) -
         os._exit(code)
 
 
-if __name__ == "__main__":
+def start_others(checkpoint: Path) -> None:
     # For what they import.
-    made = make_engine(Path(sys.argv[1])), publisher_of("adapter", Path(sys.argv[1]), None)
+    made = make_engine(checkpoint), publisher_of("adapter", checkpoint, None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead need no burial
     say("ready")
     while order := os.read(0, 1 << 16):
         pid = os.fork()
         if pid == 0:
-            become(Path(sys.argv[1]), *json.loads(order))
+            become(checkpoint, *json.loads(order))
         say(str(pid))
+    del made
+
+
+if __name__ == "__main__":
+    path, *what = sys.argv[1:]
+    if what:
+        run(Path(path), *what)
+    else:
+        start_others(Path(path))

@@ -4,7 +4,8 @@ it, and digests of what either computes with."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,39 @@ from headrace.weights.transports import Route, TransportReceiver, weight_sender
 VOCAB = 61
 LORA = LoraSpec(rank=4, alpha=8.0, policy="solver")
 EXPERT_LORA = replace(LORA, targets=("all-linear", "experts"))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A transport, and where the weights are at its ends."""
+
+    transport: str
+    trainer: str = "cpu"
+    engine: str = "cpu"
+    num_engines: int = 2
+
+    def entered(self) -> AbstractContextManager[object]:
+        """What is launched without a word about the device is the engine's, as in a process of its own."""
+        return current(self.engine)
+
+
+def current(device: str) -> AbstractContextManager[object]:
+    """The device that is meant where none is named."""
+    return nullcontext() if device == "cpu" else torch.cuda.device(device)
+
+
+WAYS = {
+    "shared_memory": Way("shared_memory"),
+    "files": Way("files"),
+    "collective": Way("collective"),
+    "cuda_ipc": Way("cuda_ipc", "cuda", "cuda"),
+    "shared_memory-one_gpu": Way("shared_memory", "cuda", "cuda"),
+    "files-one_gpu": Way("files", "cuda", "cuda"),
+    "collective-one_gpu": Way("collective", "cuda", "cuda"),
+    "cuda_ipc-two_gpus": Way("cuda_ipc", "cuda:0", "cuda:1"),
+    # Every member of a group needs a GPU of its own.
+    "nccl": Way("collective", "cuda:0", "cuda:1", num_engines=1),
+}
 
 
 def write_checkpoint(directory: Path, **settings) -> Path:
@@ -60,6 +94,7 @@ class Publisher:
         dtype = "float32" if device == "cpu" else "bfloat16"
         self.model = load_model(checkpoint, dtype=dtype, device=device)
         self.sender = sender
+        self.device = device
         self.version = 0
         self.digests = {0: digest_of(to_blobs(self.model))}
 
@@ -71,10 +106,12 @@ class Publisher:
 
     async def publish(self, version: int) -> WeightManifest:
         self.advance(version)
-        return self.sender.send(version, to_blobs(self.model))
+        with current(self.device):
+            return self.sender.send(version, to_blobs(self.model))
 
     async def publish_whole(self) -> WeightManifest:
-        return self.sender.send(self.version, to_blobs(self.model), kind="full")
+        with current(self.device):
+            return self.sender.send(self.version, to_blobs(self.model), kind="full")
 
     async def retire(self, version: int) -> None:
         self.sender.retire(version)
@@ -89,9 +126,10 @@ class AdapterPublisher(Publisher):
     def __init__(
         self, checkpoint: Path, sender: WeightSender | None, *, device: str = "cpu", lora: LoraSpec = LORA
     ) -> None:
-        model = load_model(checkpoint, device=device)
-        self.adapter = AdapterWeights(model, torch.float32 if device == "cpu" else torch.bfloat16, lora)
-        self.model, self.sender, self.version = model, sender, 0
+        dtype = "float32" if device == "cpu" else "bfloat16"
+        model = load_model(checkpoint, dtype=dtype, device=device)
+        self.adapter = AdapterWeights(model, getattr(torch, dtype), lora)
+        self.model, self.sender, self.device, self.version = model, sender, device, 0
         self.digests = {0: digest_of(self.adapter.blobs())}
 
     def advance(self, version: int) -> None:
@@ -107,12 +145,15 @@ class AdapterPublisher(Publisher):
         return await self.publish_whole()
 
     async def publish_whole(self) -> WeightManifest:
-        manifest = self.sender.send(self.version, self.adapter.blobs(), kind="adapter")
+        with current(self.device):
+            manifest = self.sender.send(self.version, self.adapter.blobs(), kind="adapter")
         return replace(manifest, policy=LORA.policy)
 
 
-def publisher_of(bundle: str, checkpoint: Path, sender: WeightSender | None) -> Publisher:
-    return (AdapterPublisher if bundle == "adapter" else Publisher)(checkpoint, sender)
+def publisher_of(
+    bundle: str, checkpoint: Path, sender: WeightSender | None, *, device: str = "cpu"
+) -> Publisher:
+    return (AdapterPublisher if bundle == "adapter" else Publisher)(checkpoint, sender, device=device)
 
 
 def make_engine(
@@ -121,15 +162,17 @@ def make_engine(
     """An engine with nothing to serve before its first update."""
     ledger = TimeLedger(ENGINE_ACTIVITIES)
     dtype = "float32" if device == "cpu" else "bfloat16"
+    model = load_model(checkpoint, dtype=dtype, device=device)
     core = torch_engine(
-        load_model(checkpoint, dtype=dtype, device=device),
+        model,
         ledger=ledger,
         version=-1,
         kv_tokens=1024,
         compiled=False,
         lora=lora,
     )
-    return EngineDriver(core, TransportReceiver(), ledger=ledger, name=name, threaded=True)
+    receiver = TransportReceiver(place=model.device)
+    return EngineDriver(core, receiver, ledger=ledger, name=name, threaded=True)
 
 
 def sender_for(
@@ -174,13 +217,20 @@ def _damage_files(sender: WeightSender, manifest: WeightManifest) -> None:
 
 def _damage_offer(sender: WeightSender, manifest: WeightManifest) -> None:
     carrier = getattr(sender, "_carrier", sender)
-    _, payload = carrier._live[manifest.version, manifest.kind]
-    payload[_largest(manifest).offset] ^= 1
+    _, buckets = carrier._live[manifest.version, manifest.kind]
+    place = _largest(manifest).offset
+    for bucket in buckets:
+        if 0 <= place < len(bucket):
+            bucket[place] ^= 1
+        place -= len(bucket)
+    if buckets[0].is_cuda:
+        torch.cuda.synchronize(buckets[0].device)
 
 
 def _damage_gpu_memory(sender: WeightSender, manifest: WeightManifest) -> None:
-    sender._live[manifest.version][-1].bytes[_largest(manifest).offset] ^= 1
-    torch.cuda.synchronize()
+    memory = sender._live[manifest.version][-1].bytes
+    memory[_largest(manifest).offset] ^= 1
+    torch.cuda.synchronize(memory.device)
 
 
 DAMAGE: dict[str, Callable[[WeightSender, WeightManifest], None]] = {

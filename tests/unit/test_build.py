@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from headrace import build
+from headrace import build, roles
 from headrace.algos.pivots import PivotRule
 from headrace.config import from_dict
 from headrace.config.parameters import algo_parameters, loss_options, pivot_parameters
+from headrace.models.loading import make_tiny_model
 
 
 def test_parameters_of_long_completions_reach_the_plan():
@@ -79,3 +82,14 @@ def test_of_an_adapter_the_bundle_is_the_adapter(transport):
     asked = {"model.device": "cpu", "model.dtype": "bfloat16", "weights.transport": transport}
     chosen = build.route(from_dict({**asked, "lora.rank": 4}))
     assert (chosen.bundle, chosen.why_bundle) == ("adapter", "lora.rank is 4: only the adapter changes")
+
+
+@pytest.mark.parametrize(("free", "expected"), [(10**9, "SharedMemorySender"), (1000, "CheckpointNamed")])
+def test_a_sender_uses_shared_memory_where_two_versions_fit(tmp_path, monkeypatch, free, expected):
+    model = make_tiny_model(tmp_path / "model", vocab_size=31)
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    settings = from_dict({"model.path": str(tmp_path / "model"), "model.device": "cpu"}, training=False)
+    told = {"segments": tmp_path / "segments", "folder": tmp_path / "folder", "threaded": False}
+    sender = roles._sender(settings, told, model)
+    assert type(sender).__name__ == expected
+    sender.close()

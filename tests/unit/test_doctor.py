@@ -40,6 +40,19 @@ def test_how_an_adapter_travels_is_explained(tmp_path):
     assert "adapter bundles: lora.rank is 4" in weights.detail
 
 
+def test_a_small_shared_memory_is_explained(tmp_path, monkeypatch):
+    """As in a container that was given 64 MiB of it."""
+    usage = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr("headrace.build.shutil.disk_usage", lambda path: usage)
+    findings = doctor.examine(good(tmp_path, **{"model.device": "cpu"}))
+    named = {finding.check: finding.detail for finding in findings}
+    assert "travel by files: shared memory has 0.00 GB free" in named["weights"]
+    assert "enlarge" in named["shared memory"]
+    findings = doctor.examine(good(tmp_path, **{"model.device": "cpu", "weights.transport": "shared_memory"}))
+    (weights,) = [finding for finding in findings if finding.check == "weights"]
+    assert weights.verdict == "fail" and weights.detail.endswith("GB and 0.00 are free: set it to auto")
+
+
 def test_a_transport_that_cannot_work_is_found(tmp_path):
     findings = doctor.examine(good(tmp_path, **{"weights.transport": "cuda_ipc", "model.device": "cpu"}))
     assert "weights.transport is cuda_ipc" in findings[-1].detail

@@ -108,6 +108,14 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def tensor_bytes(model: torch.nn.Module, dtype: str) -> list[int]:
+    """The length of every tensor of the model, floating ones in ``dtype``."""
+    return [
+        tensor.numel() * (getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype).itemsize
+        for tensor in named_tensors(model).values()
+    ]
+
+
 def _tensor(targets: Mapping[str, torch.Tensor], blob: TensorBlob) -> torch.Tensor:
     """The blob's bytes on its device, seen as what they stand for."""
     target = targets[blob.name]

@@ -78,14 +78,19 @@ class Ranks:
         """A whole tensor of which each rank has its ``rows``; None on the other ranks."""
         if self.size == 1:
             return own_N
-        longest = max(stop - start for start, stop in rows)
+        longest, num_rows = max(stop - start for start, stop in rows), max(stop for _, stop in rows)
         padded = _padded(own_N, longest)
-        parts = [torch.empty_like(padded) for _ in rows] if self.rank == to else None
-        dist.gather(padded, parts, dst=to)
-        if parts is None:
+        if self.rank != to:
+            dist.gather(padded, None, dst=to)
             return None
-        placed = sorted(zip(rows, parts, strict=True), key=lambda item: item[0])
-        return torch.cat([part[: stop - start] for (start, stop), part in placed])
+        whole = own_N.new_empty((num_rows, *own_N.shape[1:]))
+        # Rows arrive where they belong, save those of a rank that has fewer.
+        parts = [whole[a:b] if b - a == longest else torch.empty_like(padded) for a, b in rows]
+        dist.gather(padded, parts, dst=to)
+        for (a, b), part in zip(rows, parts, strict=True):
+            if b - a != longest:
+                whole[a:b] = part[: b - a]
+        return whole
 
     def scatter(self, whole: torch.Tensor | None, rows: Rows, into_N: torch.Tensor) -> None:
         """The first rank's ``whole`` tensor, to each rank its rows."""

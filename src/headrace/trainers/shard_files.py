@@ -96,13 +96,17 @@ def write_model(
 
     def convert(tensors: Tensors) -> Tensors:
         reverted = revert_weight_conversion(weights.model, tensors)
-        # Parts of one fused tensor share its memory, which a file may not.
-        return {
-            name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in reverted.items()
-        }
+        return {name: _with_own_memory(tensor) for name, tensor in reverted.items()}
 
     write_files(directory, "model", weights, entries, write, convert=convert, file_bytes=file_bytes)
     write(lambda: _describe(directory, weights.model) if weights.ranks.is_first else None)
+
+
+def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Parts of one fused tensor share its memory, which a file may not; anything else is left where it is."""
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _describe(directory: Path, model: PreTrainedModel) -> None:

@@ -64,8 +64,13 @@ class Layout:
             form=blob.form,
         )
         self._slots[blob.name] = slot
-        self.num_bytes += -(-slot.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.num_bytes += aligned(slot.num_bytes)
         return slot
+
+
+def aligned(num_bytes: int) -> int:
+    """What a tensor of so many bytes takes in a bundle."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def lay_out(blobs: Sequence[TensorBlob]) -> tuple[tuple[TensorSlot, ...], int]:

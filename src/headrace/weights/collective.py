@@ -19,6 +19,7 @@ from dataclasses import asdict
 from threading import Lock, Thread
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import TCPStore
 
@@ -26,19 +27,20 @@ from headrace.errors import WeightSyncError
 from headrace.types import BundleKind, TensorBlob, TensorSlot, WeightManifest
 from headrace.weights import device
 from headrace.weights.bundle import (
+    Layout,
+    blob_bytes,
     check_slots,
     chunk_sums,
-    copy_and_digest,
+    in_buckets,
     joined_digest,
-    lay_out,
     on_host,
     unpack,
-    views,
 )
-from headrace.weights.collective_desk import Ask, Desk, Meeting
+from headrace.weights.collective_desk import Ask, Desk, Meeting, gpu_name
 from headrace.weights.process_group import Abandonable, Group, open_store
 
 TRANSPORT = "collective"
+_BUCKET_BYTES = 256 << 20
 
 
 class CollectiveSender:
@@ -52,8 +54,8 @@ class CollectiveSender:
         self._store = open_store(host, deadline_s)
         self._meeting = Meeting(host=host, port=self._store.port, deadline_s=deadline_s)
         self._lock = Lock()
-        self._live: dict[tuple[int, str], tuple[int, torch.Tensor]] = {}
-        """By version and kind: the number of the offer, and its bytes."""
+        self._live: dict[tuple[int, str], tuple[int, list[torch.Tensor]]] = {}
+        """By version and kind: the number of the offer, and its bytes in buckets."""
         self._num_offers = 0
         self._desk = Desk(self._meeting, self._find, num_expected=num_receivers, settle_s=settle_s)
         Thread(target=self._desk.run, name="weights desk", daemon=True).start()
@@ -70,23 +72,30 @@ class CollectiveSender:
         """Copy the tensors aside; they can be asked for until ``retire(version)``. Sending a version again
         replaces what was sent of the same kind."""
         kind = kind or "full"
-        tensors = list(blobs)
-        slots, num_bytes = lay_out(tensors)
-        payload = torch.zeros(num_bytes, dtype=torch.uint8, device=_place_of(tensors))
-        checksum = _copy_aside(version, slots, tensors, payload)
+        layout, sums, buckets = Layout(), [], []
+        for tensors in in_buckets(blobs, blob_bytes, _BUCKET_BYTES):
+            start = layout.num_bytes
+            slots = layout.add(tensors)
+            room = torch.zeros(
+                layout.num_bytes - start, dtype=torch.uint8, device=_place_of(tensors[0], kind)
+            )
+            sums += _copy_aside(slots, tensors, room, start)
+            buckets.append(room)
+            del tensors
         with self._lock:
             self._num_offers += 1
-            self._live[version, kind] = (self._num_offers, payload)
+            self._live[version, kind] = (self._num_offers, buckets)
         self._desk.busy.set()
+        told = {"offer": self._num_offers, "buckets": [len(bucket) for bucket in buckets]}
         return WeightManifest(
             version=version,
             base_version=base_version,
             kind=kind,
             transport=TRANSPORT,
-            location=json.dumps({**asdict(self._meeting), "offer": self._num_offers}),
-            num_bytes=num_bytes,
-            digest=checksum,
-            slots=slots,
+            location=json.dumps({**asdict(self._meeting), **told}),
+            num_bytes=layout.num_bytes,
+            digest=joined_digest(version, layout.slots, sums),
+            slots=layout.slots,
             result=result,
         )
 
@@ -103,15 +112,17 @@ class CollectiveSender:
         with self._lock:
             self._live.clear()
 
-    def _find(self, offer: int) -> torch.Tensor | None:
+    def _find(self, offer: int) -> list[torch.Tensor] | None:
         with self._lock:
-            return next((payload for number, payload in self._live.values() if number == offer), None)
+            return next((buckets for number, buckets in self._live.values() if number == offer), None)
 
 
 class CollectiveReceiver:
     """An engine's end."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: torch.device | None = None) -> None:
+        """``place``: where the engine computes; None: on the host."""
+        self._place = place or torch.device("cpu")
         self._member = uuid.uuid4().hex
         self._group: Group | None = None
         self._store: tuple[Meeting, TCPStore] | None = None
@@ -120,36 +131,56 @@ class CollectiveReceiver:
         """Verifies a copy of the bundle now, then yields it tensor by tensor."""
         check_slots(manifest.slots, manifest.num_bytes)
         told = json.loads(manifest.location)
-        offer, meeting = told.pop("offer"), Meeting(**told)
+        offer, sizes, meeting = told.pop("offer"), told.pop("buckets"), Meeting(**told)
+        if sum(sizes) != manifest.num_bytes:
+            raise WeightSyncError(
+                f"the buckets of version {manifest.version} are not its bytes; publish again"
+            )
         what = f"version {manifest.version} by broadcast"
-        arrived: list[tuple[torch.Tensor, Group]] = []
-        call = Abandonable(lambda: arrived.append(self._join(meeting, offer, manifest)), "weights broadcast")
+        at_work: list[Group] = []
+        arrived: list[torch.Tensor] = []
+        call = Abandonable(
+            lambda: arrived.append(self._join(meeting, offer, sizes, manifest.version, at_work)),
+            "weights broadcast",
+        )
         try:
             call.wait(meeting.deadline_s, what)
         except WeightSyncError:
             # A thread that was left behind keeps what it holds; everything else is made anew.
-            if self._group is not None:
-                self._group.abort()
-            self._group = self._store = None
+            for group in at_work:
+                group.abandon()
+            self._keep(None)
+            self._store = None
             raise
-        ((payload, self._group),) = arrived
+        self._keep(at_work[0])
+        (payload,) = arrived
         if _digest_of(manifest, payload) != manifest.digest:
             raise WeightSyncError(f"{what} does not match its digest; publish the weights again")
         whole: Any = payload.numpy() if payload.device.type == "cpu" else payload
         return unpack(manifest.slots, whole)
 
     def close(self) -> None:
-        self._group = self._store = None
+        self._keep(None)
+        self._store = None
 
-    def _join(self, meeting: Meeting, offer: int, manifest: WeightManifest) -> tuple[torch.Tensor, Group]:
+    def _keep(self, group: Group | None) -> None:
+        if self._group is not None and self._group is not group:
+            self._group.abandon()
+        self._group = group
+
+    def _join(
+        self, meeting: Meeting, offer: int, sizes: Sequence[int], version: int, at_work: list[Group]
+    ) -> torch.Tensor:
+        """The bytes of an offer. ``at_work`` receives the group before anything can hang in it."""
         store, group = self._meet(meeting), self._group
-        ask = Ask(offer=offer, member=self._member, group=group.name if group else "", gpu=_own_gpu())
+        gpu = gpu_name(self._place)
+        ask = Ask(offer=offer, member=self._member, group=group.name if group else "", gpu=gpu)
         number = store.add("asks", 1)
         store.set(f"ask/{number}", json.dumps(asdict(ask)))
         plan = json.loads(store.get(f"plan/{number}"))
         store.delete_key(f"plan/{number}")
         if "gone" in plan:
-            raise WeightSyncError(f"version {manifest.version} was retired; publish the weights again")
+            raise WeightSyncError(f"version {version} was retired; publish the weights again")
         if group is None or group.name != plan["group"]:
             group = Group(
                 store,
@@ -159,50 +190,43 @@ class CollectiveReceiver:
                 size=plan["size"],
                 deadline_s=meeting.deadline_s,
             )
-        place = "cuda" if plan["backend"] == "nccl" else "cpu"
-        payload = torch.empty(manifest.num_bytes, dtype=torch.uint8, device=place)
-        group.broadcast(payload)
-        return payload, group
+        at_work.append(group)
+        place = self._place if plan["backend"] == "nccl" else torch.device("cpu")
+        payload = torch.empty(sum(sizes), dtype=torch.uint8, device=place)
+        group.broadcast(payload.split(list(sizes)))
+        return payload
 
     def _meet(self, meeting: Meeting) -> TCPStore:
         if self._store is None or self._store[0] != meeting:
             # Another sender numbers its groups anew.
-            self._group = None
+            self._keep(None)
             self._store = (meeting, meeting.connect())
         return self._store[1]
 
 
-def _place_of(tensors: Sequence[TensorBlob]) -> torch.device:
-    """The GPU that all tensors are on, or the host."""
-    places = {t.data.device if isinstance(t.data, torch.Tensor) else torch.device("cpu") for t in tensors}
-    return places.pop() if len(places) == 1 else torch.device("cpu")
+def _place_of(tensor: TensorBlob, kind: BundleKind) -> torch.device:
+    """Where a bundle is offered: where its tensors are, save that differences are written on the host."""
+    on_device = isinstance(tensor.data, torch.Tensor) and kind != "delta"
+    return tensor.data.device if on_device else torch.device("cpu")
 
 
 def _copy_aside(
-    version: int, slots: Sequence[TensorSlot], tensors: Sequence[TensorBlob], payload: torch.Tensor
-) -> str:
-    """Copy the tensors into the payload; returns their digest."""
-    if payload.device.type == "cpu":
-        targets = views(slots, payload.numpy())
-        return copy_and_digest(version, slots, on_host(tensors), targets, of="sources")
-    parts = _shares(slots, payload)
-    torch._foreach_copy_(parts, [tensor.data for tensor in tensors])
-    return joined_digest(version, slots, [device.chunk_sums(part) for part in parts])
+    slots: Sequence[TensorSlot], tensors: Sequence[TensorBlob], room: torch.Tensor, start: int
+) -> list[np.ndarray]:
+    """Copy the tensors of a bucket, which begins at ``start``; returns their chunk sums. On a GPU these are waited
+    for, so the bytes are complete."""
+    parts = [room[slot.offset - start : slot.offset - start + slot.num_bytes] for slot in slots]
+    if room.device.type == "cpu":
+        return chunk_sums(on_host(tensors), [part.numpy() for part in parts])
+    torch._foreach_copy_(parts, [torch.as_tensor(tensor.data) for tensor in tensors])
+    return [device.chunk_sums(part) for part in parts]
 
 
 def _digest_of(manifest: WeightManifest, payload: torch.Tensor) -> str:
+    shares = [payload[slot.offset : slot.offset + slot.num_bytes] for slot in manifest.slots]
     if payload.device.type == "cpu":
-        sums = chunk_sums(views(manifest.slots, payload.numpy()))
+        sums = chunk_sums([share.numpy() for share in shares])
     else:
-        sums = [device.chunk_sums(part) for part in _shares(manifest.slots, payload)]
+        with device.beside(payload, waits=False):
+            sums = [device.chunk_sums(share) for share in shares]
     return joined_digest(manifest.version, manifest.slots, sums)
-
-
-def _shares(slots: Sequence[TensorSlot], payload: torch.Tensor) -> list[torch.Tensor]:
-    return [payload[slot.offset : slot.offset + slot.num_bytes] for slot in slots]
-
-
-def _own_gpu() -> str:
-    if not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -20,6 +20,7 @@ import torch
 from torch.distributed import TCPStore
 
 from headrace.errors import WeightSyncError
+from headrace.weights.device import beside
 from headrace.weights.process_group import Abandonable, Backend, Group, connect
 
 _POLL_S = 0.005
@@ -47,7 +48,7 @@ class Ask:
     group: str
     """Name of the group it still has; empty: none."""
     gpu: str
-    """Empty: it has none."""
+    """The one it computes on; empty: none."""
 
 
 class Desk:
@@ -56,7 +57,7 @@ class Desk:
     def __init__(
         self,
         meeting: Meeting,
-        find: Callable[[int], torch.Tensor | None],
+        find: Callable[[int], Sequence[torch.Tensor] | None],
         *,
         num_expected: int,
         settle_s: float,
@@ -87,6 +88,7 @@ class Desk:
                 time.sleep(_POLL_S)
             else:
                 self.busy.wait(_IDLE_S)
+        self._keep(None)
 
     def _gather(self, store: TCPStore) -> dict[int, Ask]:
         """Those who want what the first one wants, once all are there or it has waited long enough."""
@@ -106,26 +108,35 @@ class Desk:
         return {number: batch[number] for number in newest.values()}
 
     def _answer(self, batch: dict[int, Ask]) -> None:
-        call = Abandonable(lambda: self._broadcast(batch), "weights broadcast")
+        at_work: list[Group] = []
+        call = Abandonable(lambda: self._broadcast(batch, at_work), "weights broadcast")
         try:
             call.wait(self._meeting.deadline_s, "a broadcast of weights")
         except WeightSyncError:
             # The receivers have the same deadline, and tell their engines. The next group is a new one.
-            if self._group is not None:
-                self._group[0].abort()
-            self._group = None
+            for group in at_work:
+                group.abandon()
+            self._keep(None)
+            return
+        for group in at_work:
+            self._keep((group, _members(batch)))
 
-    def _broadcast(self, batch: dict[int, Ask]) -> None:
+    def _keep(self, known: tuple[Group, tuple[str, ...]] | None) -> None:
+        if self._group is not None and (known is None or known[0] is not self._group[0]):
+            self._group[0].abandon()
+        self._group = known
+
+    def _broadcast(self, batch: dict[int, Ask], at_work: list[Group]) -> None:
+        """``at_work`` receives the group before anything can hang in it."""
         store = self._meeting.connect()
         asks = list(batch.values())
-        payload = self._find(asks[0].offer)
-        if payload is None:
+        buckets = self._find(asks[0].offer)
+        if buckets is None:
             for number in batch:
                 store.set(f"plan/{number}", json.dumps({"gone": True}))
             return
-        backend = _backend(payload, [ask.gpu for ask in asks])
-        members = tuple(sorted(ask.member for ask in asks))
-        group, self._group = self._usable(asks, members, backend), None
+        backend, members = _backend(buckets, [ask.gpu for ask in asks]), _members(batch)
+        group = self._usable(asks, members, backend)
         name = group.name if group is not None else self._new_name()
         size = 1 + len(members)
         for number, ask in batch.items():
@@ -133,8 +144,9 @@ class Desk:
             store.set(f"plan/{number}", json.dumps(plan))
         if group is None:
             group = Group(store, name, backend, rank=0, size=size, deadline_s=self._meeting.deadline_s)
-        group.broadcast(payload if backend == "nccl" else payload.cpu())
-        self._group = (group, members)
+        at_work.append(group)
+        for bucket in buckets:
+            group.broadcast([bucket if backend == "nccl" else _on_host(bucket)])
 
     def _usable(self, asks: Sequence[Ask], members: tuple[str, ...], backend: Backend) -> Group | None:
         if self._group is None:
@@ -164,9 +176,23 @@ class Desk:
             del self._unwritten[number]
 
 
-def _backend(payload: torch.Tensor, gpus: Sequence[str]) -> Backend:
+def _members(batch: dict[int, Ask]) -> tuple[str, ...]:
+    return tuple(sorted(ask.member for ask in batch.values()))
+
+
+def _backend(buckets: Sequence[torch.Tensor], gpus: Sequence[str]) -> Backend:
     """NCCL needs a GPU for each member, the sender included."""
-    if payload.device.type != "cuda" or not torch.distributed.is_nccl_available():
+    if not buckets or buckets[0].device.type != "cuda" or not torch.distributed.is_nccl_available():
         return "gloo"
-    own = str(torch.cuda.get_device_properties(payload.device).uuid)
-    return "nccl" if "" not in gpus and len({own, *gpus}) == 1 + len(gpus) else "gloo"
+    members = [gpu_name(buckets[0].device), *gpus]
+    return "nccl" if "" not in members and len(set(members)) == len(members) else "gloo"
+
+
+def gpu_name(device: torch.device) -> str:
+    """The same for every process that uses this GPU; empty: it is none."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def _on_host(bucket: torch.Tensor) -> torch.Tensor:
+    with beside(bucket, waits=False):
+        return bucket.cpu()

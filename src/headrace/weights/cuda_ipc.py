@@ -11,25 +11,24 @@ writes over a version's memory only after ``retire``, so a receiver must have co
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from headrace.errors import WeightSyncError
 from headrace.types import BundleKind, TensorBlob, TensorSlot, WeightManifest
-from headrace.weights.bundle import ALIGNMENT_BYTES, check_slots, lay_out
+from headrace.weights.bundle import ALIGNMENT_BYTES, blob_bytes, check_slots, in_buckets
+from headrace.weights.gpu_bundle import Checksums, Part, digest, joined_slots, slot_table
 from headrace.weights.gpu_segments import fixed_segments
 
-if TYPE_CHECKING:
-    from headrace.kernels.checksum import Chunks
-
 TRANSPORT = "cuda_ipc"
+_BUCKET_BYTES = 1 << 30
 _ROOM_BYTES = 1 << 20
 """Buffers are multiples of it, so that bundles of nearly one size can use the same."""
 
@@ -47,37 +46,55 @@ class _Buffer:
 
 
 class CudaIpcSender:
-    """The trainer's end. Retired buffers are used again."""
+    """The trainer's end. Retired buffers are used again. Tensors are taken a bucket at a time, so that those which are
+    made for it (gathered from other ranks, brought from the host) never exist all at once."""
 
-    def __init__(self, *, growing_segments: bool = False) -> None:
-        """``growing_segments``: how this process takes its memory (``gpu_segments``)."""
+    def __init__(self, *, growing_segments: bool = False, room_bytes: int = 0) -> None:
+        """``growing_segments``: how this process takes its memory (``gpu_segments``). ``room_bytes``: the length of
+        a complete bundle, as far as it is known; while it is not, tensors are held until all are there."""
         self._growing_segments = growing_segments
         self._live: dict[int, list[_Buffer]] = {}
         self._free: list[_Buffer] = []
-        self._checksums = _Checksums()
-        self._last_tensors: list[tuple[Any, ...]] = []
-        self._last_layout: tuple[tuple[TensorSlot, ...], int] = ((), 0)
+        self._last_bytes: dict[str, int] = {"full": room_bytes}
+        """Of the bundle of each kind sent last: the next will be about as long."""
+        # Of the last bundle: those of one run are nearly all alike, and laying out hundreds of tensors takes a
+        # millisecond.
+        self._parts: list[Part] = []
+        self._slots: tuple[TensorSlot, ...] = ()
+        self._table = b""
 
     def send(
         self, version: int, blobs: Iterable[TensorBlob], *, kind: BundleKind | None = None
     ) -> WeightManifest:
         """Copy the tensors aside; they stay valid until ``retire(version)``, also if the version is sent again: an
         engine may be reading them."""
-        tensors = list(blobs)
-        slots, num_bytes = self._layout_of(tensors)
-        buffer = self._take(num_bytes, _device_of(tensors))
-        sources: list[Any] = [tensor.data for tensor in tensors]
-        checksum = self._checksums.of_copied(version, slots, sources, buffer.bytes)
+        kind = kind or "full"
+        buffer: _Buffer | None = None
+        parts: list[Part] = []
+        sums: list[torch.Tensor] = []
+        limit = _BUCKET_BYTES if self._last_bytes.get(kind) else sys.maxsize
+        for bucket in in_buckets(blobs, blob_bytes, limit):
+            part = self._part(len(parts), parts[-1].end if parts else 0, bucket)
+            buffer = self._with_room(buffer, part, kind)
+            sums.append(part.copied_sums(bucket, buffer.bytes))
+            parts.append(part)
+            del bucket
+        if buffer is None:
+            raise WeightSyncError("there is nothing to send: the bundle has no tensors")
+        if parts != self._parts:
+            self._parts, self._slots = parts, joined_slots(parts)
+            self._table = slot_table(self._slots)
+        self._last_bytes[kind] = parts[-1].end
         self._live.setdefault(version, []).append(buffer)
         return WeightManifest(
             version=version,
             base_version=None,
-            kind=kind or "full",
+            kind=kind,
             transport=TRANSPORT,
             location=buffer.location,
-            num_bytes=num_bytes,
-            digest=checksum,
-            slots=slots,
+            num_bytes=parts[-1].end,
+            digest=digest(version, self._table, torch.cat(sums)),
+            slots=self._slots,
         )
 
     def retire(self, version: int) -> None:
@@ -88,12 +105,21 @@ class CudaIpcSender:
         self._live.clear()
         self._free.clear()
 
-    def _layout_of(self, tensors: Sequence[TensorBlob]) -> tuple[tuple[TensorSlot, ...], int]:
-        """Bundles of one run are nearly all alike, and laying out hundreds of tensors takes a millisecond."""
-        described = [(blob.name, blob.dtype, blob.shape, blob.data.nbytes, blob.form) for blob in tensors]
-        if described != self._last_tensors:
-            self._last_layout, self._last_tensors = lay_out(tensors), described
-        return self._last_layout
+    def _part(self, number: int, start: int, bucket: Sequence[TensorBlob]) -> Part:
+        described = [(blob.name, blob.dtype, blob.shape, blob.data.nbytes, blob.form) for blob in bucket]
+        place = (start, _device_of(bucket), described)
+        known = self._parts[number] if number < len(self._parts) else None
+        return known if known is not None and known.place == place else Part(place, bucket)
+
+    def _with_room(self, buffer: _Buffer | None, part: Part, kind: str) -> _Buffer:
+        """The buffer that is being written, or a first one, with room for another part."""
+        if buffer is None:
+            return self._take(max(part.end, self._last_bytes.get(kind, 0)), part.device)
+        if len(buffer.bytes) >= part.end:
+            return buffer
+        longer = self._take(max(part.end, 2 * part.start), part.device)
+        longer.bytes[: part.start].copy_(buffer.bytes[: part.start])
+        return longer
 
     def _take(self, num_bytes: int, device: torch.device) -> _Buffer:
         room = -(-num_bytes // _ROOM_BYTES) * _ROOM_BYTES
@@ -106,12 +132,15 @@ class CudaIpcSender:
 
 
 class CudaIpcReceiver:
-    """An engine's end. Verification runs beside the engine's own stream."""
+    """An engine's end. Verification runs beside the engine's own stream. An engine on another GPU of the machine
+    verifies, and is given, a copy on its own: kernels that copy weights read one GPU's memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: torch.device | None = None) -> None:
+        """``place``: where the engine computes; None: where the trainer does."""
+        self._place = place
         self._opened: dict[str, torch.Tensor] = {}
         self._seen: dict[str, tuple[tuple[TensorSlot, ...], list[TensorBlob]]] = {}
-        self._checksums = _Checksums()
+        self._checksums = Checksums()
         self._stream: torch.cuda.Stream | None = None
 
     def receive(self, manifest: WeightManifest) -> Iterator[TensorBlob]:
@@ -126,9 +155,11 @@ class CudaIpcReceiver:
                 f"version {manifest.version} is said to have {manifest.num_bytes} bytes, but the trainer's GPU memory "
                 f"there has {len(whole)}; publish again"
             )
+        place = whole.device if self._place is None or self._place.type != "cuda" else self._place
         if self._stream is None:
-            self._stream = torch.cuda.Stream(whole.device)
+            self._stream = torch.cuda.Stream(place)
         with torch.cuda.stream(self._stream):
+            whole = whole if whole.device == place else whole[: manifest.num_bytes].to(place)
             found = self._checksums.of(manifest.version, manifest.slots, whole)
         if found != manifest.digest:
             raise WeightSyncError(
@@ -155,7 +186,7 @@ class CudaIpcReceiver:
                 )
                 for slot in slots
             ]
-            if manifest.location in self._opened:
+            if whole is self._opened.get(manifest.location):
                 self._seen[manifest.location] = slots, blobs
         return blobs
 
@@ -174,53 +205,6 @@ class CudaIpcReceiver:
                 ) from error
             self._opened[place] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return self._opened[place]
-
-
-class _Checksums:
-    """Digests of bundles, whose slots are usually those of the last one: 32 hex digits from the sums of every tensor's
-    words by chunk, hashed with the version and the slot table. They guard against accidents, as the digest of mapped
-    memory does; the sums are taken where the bytes are."""
-
-    def __init__(self) -> None:
-        self._slots: tuple[TensorSlot, ...] = ()
-        self._chunks: Chunks | None = None
-        self._table = b""
-
-    def of(self, version: int, slots: tuple[TensorSlot, ...], payload: torch.Tensor) -> str:
-        return self._digest(version, self._of_slots(slots, payload.device).sums(payload))
-
-    def of_copied(
-        self,
-        version: int,
-        slots: tuple[TensorSlot, ...],
-        sources: Sequence[torch.Tensor],
-        payload: torch.Tensor,
-    ) -> str:
-        """Copies the sources to their slots."""
-        from headrace.kernels.whole_copies import can_be_copied_wide
-
-        if can_be_copied_wide(sources):
-            sums = self._of_slots(slots, payload.device).copied_sums(sources, payload)
-            return self._digest(version, sums)
-        shares = [payload[slot.offset : slot.offset + slot.num_bytes] for slot in slots]
-        torch._foreach_copy_(shares, list(sources))
-        return self.of(version, slots, payload)
-
-    def _of_slots(self, slots: tuple[TensorSlot, ...], device: torch.device) -> Chunks:
-        if self._chunks is None or slots != self._slots:
-            # Triton is needed on a GPU only.
-            from headrace.kernels.checksum import Chunks
-
-            self._slots = slots
-            self._chunks = Chunks([(slot.offset, slot.num_bytes) for slot in slots], device)
-            table = [[s.name, s.dtype, list(s.shape), s.offset, s.num_bytes] for s in slots]
-            self._table = json.dumps(table).encode()
-        return self._chunks
-
-    def _digest(self, version: int, sums: torch.Tensor) -> str:
-        whole = hashlib.blake2b(f"{version} ".encode() + self._table, digest_size=16)
-        whole.update(sums.cpu().numpy().tobytes())
-        return whole.hexdigest()
 
 
 def _device_of(tensors: Sequence[TensorBlob]) -> torch.device:

@@ -51,13 +51,15 @@ def patched(old: torch.Tensor, patch: TensorPatch) -> torch.Tensor:
 
 
 @contextmanager
-def beside(tensor: torch.Tensor) -> Iterator[None]:
-    """Work on a stream of its own, so that an engine's passes on the same device go on."""
+def beside(tensor: torch.Tensor, *, waits: bool = True) -> Iterator[None]:
+    """Work on a stream of its own, so that whatever else is computed on the same device goes on. It ``waits`` for
+    what was launched there before, which may still use the tensor's memory; bytes that are complete need not."""
     if tensor.device.type != "cuda":
         yield
         return
     stream = torch.cuda.Stream(tensor.device)
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    if waits:
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headrace.trainers.ranks import Ranks, join_ranks
 from headrace.types import NO_KV, Sample, TensorBlob, TensorSlot, TrainBatch, WeightManifest
 
 VOCAB_SIZE = 32
@@ -113,3 +115,12 @@ def make_batch() -> Callable[..., TrainBatch]:
         return TrainBatch(step=step, version=version, samples=tuple(samples))
 
     return make
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """A world of one: everything of several ranks but the others."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    joined = join_ranks(0, 1, device="cpu", meeting_point=tmp_path / "ranks", deadline_s=30.0)
+    yield joined
+    joined.close()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.balance import ExpertBalance, imbalance
 from headrace.trainers.expert_parallel import divide_experts, expert_modules
 from headrace.trainers.master_weights import compute_copy
-from headrace.trainers.ranks import join_ranks
+from headrace.trainers.ranks import Ranks
 from headrace.trainers.torch_trainer import TorchTrainer
 from headrace.types import TrainBatch
 
@@ -24,12 +23,9 @@ FAMILIES = ["qwen3_moe", "olmoe", "deepseek_v3"]
 
 
 @pytest.fixture
-def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    ranks = join_ranks(0, 1, device="cpu", meeting_point=tmp_path / "ranks", deadline_s=30.0)
+def group(ranks: Ranks) -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    ranks.close()
+    return dist.group.WORLD
 
 
 def tiny(directory: Path, family: Any) -> PreTrainedModel:

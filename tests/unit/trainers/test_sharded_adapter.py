@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from headrace.errors import CheckpointError, ConfigError, TrainingError
 from headrace.models.loading import hollow_model, load_model, make_tiny_model
 from headrace.models.lora import LoraSpec
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
-from headrace.trainers import sharded_weights
-from headrace.trainers.ranks import Ranks, join_ranks
+from headrace.trainers.ranks import Ranks
 from headrace.trainers.sharded_adapter import ShardedAdapterWeights
 from headrace.trainers.torch_trainer import TorchTrainer
 from headrace.types import TrainBatch
@@ -28,14 +27,6 @@ MakeBatch = Callable[..., TrainBatch]
 SPEC = LoraSpec(rank=4, alpha=6.0)
 DORA = LoraSpec(rank=4, alpha=6.0, dora=True)
 SPECS = pytest.mark.parametrize("spec", [SPEC, DORA], ids=["lora", "dora"])
-
-
-@pytest.fixture
-def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    joined = join_ranks(0, 1, device="cpu", meeting_point=tmp_path / "ranks", deadline_s=30.0)
-    yield joined
-    joined.close()
 
 
 def trainer(model: PreTrainedModel, sender: Any, spec: LoraSpec = SPEC, **settings: Any) -> TorchTrainer:
@@ -171,26 +162,6 @@ def test_a_checkpoint_of_another_rank_is_refused(
 def test_moments_alone_stay_on_the_device(ranks: Ranks, make_model: MakeModel, sender: Any) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.offload"):
         trainer(make_model(), sender, ranks=ranks, offload="moments")
-
-
-@pytest.mark.parametrize("hold", [True, False])
-def test_layers_may_be_recomputed(
-    hold: bool,
-    ranks: Ranks,
-    make_model: MakeModel,
-    make_batch: MakeBatch,
-    sender: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first layer's input has no gradient, since embeddings are frozen."""
-    monkeypatch.setattr(sharded_weights, "_has_room", lambda *sizes: hold)
-    plain, core = (
-        trainer(make_model(), sender, kl="k3", kl_coef=0.1, **where) for where in ({}, {"ranks": ranks})
-    )
-    core.blocks.num_recomputed = 2
-    for step in (1, 2):
-        expected, found = plain.step(make_batch(step)), core.step(make_batch(step))
-        assert found.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-6)
 
 
 def test_an_adapter_is_trained_on_a_model_that_is_another_adapter(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headrace.errors import CheckpointError, DeadlineError
 from headrace.models.loading import hollow_model, make_tiny_model
+from headrace.models.lora import LoraSpec
 from headrace.models.tensors import named_tensors
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers import shard_files, sharded_weights
@@ -23,14 +25,7 @@ from headrace.types import TrainBatch
 
 MakeModel = Callable[..., PreTrainedModel]
 MakeBatch = Callable[..., TrainBatch]
-
-
-@pytest.fixture
-def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    joined = join_ranks(0, 1, device="cpu", meeting_point=tmp_path / "ranks", deadline_s=30.0)
-    yield joined
-    joined.close()
+ADAPTER = {"lora": LoraSpec(rank=4, alpha=8.0), "kl": "k3", "kl_coef": 0.1}
 
 
 def trainer(model: PreTrainedModel, sender: Any, **settings: Any) -> TorchTrainer:
@@ -73,7 +68,9 @@ def test_held_weights_give_the_gradients_of_released_ones(
 
 
 @pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("trained", [{}, ADAPTER], ids=["model", "adapter"])
 def test_layers_may_be_recomputed(
+    trained: dict[str, Any],
     hold: bool,
     ranks: Ranks,
     make_model: MakeModel,
@@ -81,8 +78,9 @@ def test_layers_may_be_recomputed(
     sender: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Beside an adapter the first layer's input has no gradient, since embeddings are frozen."""
     monkeypatch.setattr(sharded_weights, "_has_room", lambda *sizes: hold)
-    plain, core = (trainer(make_model(), sender, **where) for where in ({}, {"ranks": ranks}))
+    plain, core = (trainer(make_model(), sender, **trained, **where) for where in ({}, {"ranks": ranks}))
     core.blocks.num_recomputed = 2
     for step in (1, 2):
         expected, found = plain.step(make_batch(step)), core.step(make_batch(step))
@@ -134,6 +132,32 @@ def test_a_model_in_several_files_is_what_hugging_face_loads(
     assert loaded.keys() == whole.keys()
     for name, tensor in whole.items():
         assert torch.equal(loaded[name], tensor), name
+
+
+def test_no_rank_holds_more_of_an_exported_model_than_a_file(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_model(tmp_path / "model", vocab_size=32, hidden_size=32, num_layers=8)
+    weights = ShardedWeights(model, torch.float32, ranks=ranks)
+    sizes = {name: weights.local(name).nbytes for name in weights.names()}
+    alive: dict[int, int] = {}
+    most = 0
+
+    def gathered(name: str, local: torch.Tensor, *, to: int) -> torch.Tensor:
+        """A copy, as a gather from other ranks makes it."""
+        nonlocal most
+        whole = local.clone()
+        key = len(alive)
+        alive[key] = whole.nbytes
+        weakref.finalize(whole.untyped_storage(), alive.update, {key: 0})
+        most = max(most, sum(alive.values()))
+        return whole
+
+    monkeypatch.setattr(weights, "gathered", gathered)
+    (tmp_path / "export").mkdir()
+    shard_files.write_model(tmp_path / "export", weights, lambda work: work(), file_bytes=70_000)
+    assert len(alive) == len(sizes) and not any(alive.values())
+    assert max(sizes.values()) < most <= 70_000 < sum(sizes.values()) / 3
 
 
 def test_state_in_several_files_is_restored_whole(

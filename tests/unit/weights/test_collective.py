@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from threading import Event
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
+import torch
 from test_shared_memory import as_bytes, blobs
 
 from headrace import wire
 from headrace.errors import WeightSyncError
+from headrace.weights import collective_desk
 from headrace.weights.collective import CollectiveReceiver, CollectiveSender
-from headrace.weights.process_group import Abandonable
+from headrace.weights.process_group import Abandonable, Group, _environment
 
 DEADLINE_S = 30.0
 
@@ -127,3 +133,115 @@ def test_a_call_that_hangs_is_left_behind():
     never.set()
     with pytest.raises(WeightSyncError, match=r"division failed \(division by zero\)"):
         Abandonable(lambda: 1 / 0, "test").wait(DEADLINE_S, "division")
+
+
+def test_a_bundle_is_offered_in_buckets(make_sender, monkeypatch):
+    monkeypatch.setattr("headrace.weights.collective._BUCKET_BYTES", 1000)
+    sender, receiver = make_sender(), CollectiveReceiver()
+    tensors = blobs(1, sizes=(300, 5, 600, 900, 2000, 0, 10))
+    manifest = wire.decode(wire.encode(sender.send(1, tensors)))
+    assert len(json.loads(manifest.location)["buckets"]) > 2
+    assert as_bytes(receiver.receive(manifest)) == as_bytes(tensors)
+
+
+def test_buckets_of_another_length_are_refused(make_sender):
+    manifest = make_sender().send(1, blobs(1))
+    told = json.loads(manifest.location)
+    longer = replace(manifest, location=json.dumps({**told, "buckets": [*told["buckets"], 8]}))
+    with pytest.raises(WeightSyncError, match="buckets of version 1 are not its bytes"):
+        CollectiveReceiver().receive(longer)
+
+
+class HangingGroup(Group):
+    """A group whose broadcasts never end, as those of NCCL do not when a member is gone."""
+
+    made: ClassVar[list[HangingGroup]] = []
+
+    def __init__(self, store, name, backend, *, rank, size, deadline_s):
+        self.name, self.backend, self.rank = name, backend, rank
+        self.was_abandoned = Event()
+        self.made.append(self)
+
+    def broadcast(self, buckets):
+        self.was_abandoned.wait(DEADLINE_S)
+        raise RuntimeError("aborted")
+
+    def abandon(self):
+        self.was_abandoned.set()
+
+
+def test_both_ends_abandon_a_group_that_hangs_and_build_another(make_sender, monkeypatch):
+    """Also one that never did any work: its kernels would spin on the GPU for ever."""
+    sender, receiver = make_sender(deadline_s=0.5), CollectiveReceiver()
+    manifest = sender.send(1, blobs(1))
+    with monkeypatch.context() as patch:
+        for place in ("collective", "collective_desk"):
+            patch.setattr(f"headrace.weights.{place}.Group", HangingGroup)
+        patch.setattr(HangingGroup, "made", [])
+        with pytest.raises(WeightSyncError, match="version 1 by broadcast"):
+            receiver.receive(manifest)
+        assert {group.rank for group in HangingGroup.made} == {0, 1}
+        for group in HangingGroup.made:
+            assert group.was_abandoned.wait(DEADLINE_S)
+    sender = make_sender()
+    assert as_bytes(receiver.receive(sender.send(2, blobs(2)))) == as_bytes(blobs(2))
+
+
+def test_what_torch_reads_from_the_environment_is_put_back(monkeypatch):
+    monkeypatch.setenv("HEADRACE_TEST_A", "1")
+    with _environment({"HEADRACE_TEST_A": "2", "HEADRACE_TEST_B": "3"}):
+        assert (os.environ["HEADRACE_TEST_A"], os.environ["HEADRACE_TEST_B"]) == ("2", "3")
+    assert os.environ["HEADRACE_TEST_A"] == "1" and "HEADRACE_TEST_B" not in os.environ
+
+
+class StandInForNccl:
+    """What is asked of torch's NCCL group, recorded."""
+
+    class Options:
+        _timeout = timedelta(0)
+
+    def __init__(self, store, rank, size, options):
+        self.environment = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        self.rank, self.size, self.timeout = rank, size, options._timeout
+        self.pieces = []
+        self.aborted = Event()
+
+    def broadcast(self, piece, root):
+        self.pieces.append((len(piece), root))
+        return SimpleNamespace(wait=lambda: None)
+
+    def abort(self):
+        self.aborted.set()
+
+
+def test_a_group_of_gpus_outlives_failures_and_can_be_aborted(make_sender, monkeypatch):
+    """Torch would end the process when a collective fails; who waits gives up before torch does."""
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", StandInForNccl, raising=False)
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    store = make_sender()._meeting.connect()
+    group = Group(store, "group/1", "nccl", rank=1, size=2, deadline_s=3.0)
+    nccl = group._group
+    assert (nccl.environment, nccl.timeout, nccl.rank, nccl.size) == ("2", timedelta(seconds=6), 1, 2)
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    large = torch.zeros((64 << 20) + 5, dtype=torch.uint8)
+    group.broadcast([large, torch.zeros(0, dtype=torch.uint8), torch.zeros(7, dtype=torch.uint8)])
+    assert nccl.pieces == [(64 << 20, 0), (5, 0), (7, 0)]
+    group.abandon()
+    assert nccl.aborted.wait(DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [(["cuda:1"], "nccl"), (["cuda:1", "cuda:2"], "nccl"), (["cuda:0"], "gloo"), (["cuda:1", "cuda:1"], "gloo"),
+     (["cuda:1", "cpu"], "gloo")],
+)  # fmt: skip
+def test_nccl_is_for_members_with_a_gpu_each(monkeypatch, members, expected):
+    def name(device):
+        return "" if device.type == "cpu" else str(device)
+
+    monkeypatch.setattr(collective_desk, "gpu_name", name)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    offered = [SimpleNamespace(device=torch.device("cuda:0"))]
+    gpus = [name(torch.device(member)) for member in members]
+    assert collective_desk._backend(offered, gpus) == expected
+    assert collective_desk._backend([torch.zeros(3)], gpus) == collective_desk._backend([], gpus) == "gloo"

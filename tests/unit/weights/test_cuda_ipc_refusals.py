@@ -13,6 +13,7 @@ import torch
 from headrace.errors import WeightSyncError
 from headrace.types import TensorBlob, TensorSlot, WeightManifest
 from headrace.weights import cuda_ipc
+from headrace.weights.gpu_bundle import Checksums
 
 
 @dataclass
@@ -58,16 +59,9 @@ def test_weights_that_are_not_all_on_one_gpu_are_refused(places):
 
 def test_memory_is_written_over_only_after_its_version_is_retired(monkeypatch):
     """An engine that catches up may still read what was sent, while the trainer sends the same version to all."""
-    made = iter(range(10))
-
-    class Buffer(Memory):
-        def __init__(self, num_bytes, device, *, growing_segments):
-            super().__init__(torch.zeros(num_bytes, dtype=torch.uint8))
-            self.location = str(next(made))
-
+    monkeypatch.setattr(Buffer, "made", 0)
     monkeypatch.setattr(cuda_ipc, "_Buffer", Buffer)
     monkeypatch.setattr(cuda_ipc, "_device_of", lambda tensors: torch.device("cpu"))
-    monkeypatch.setattr(cuda_ipc._Checksums, "of_copied", lambda *arguments: "")
     sender = cuda_ipc.CudaIpcSender()
     blob = TensorBlob(name="w", dtype="U8", shape=(16,), data=torch.zeros(16, dtype=torch.uint8))
 
@@ -77,6 +71,49 @@ def test_memory_is_written_over_only_after_its_version_is_retired(monkeypatch):
     assert [place_of(version) for version in (1, 2, 2, 3)] == ["0", "1", "2", "3"]
     sender.retire(2)
     assert {place_of(4), place_of(5)} == {"1", "2"} and place_of(6) == "4"
+
+
+class Buffer(Memory):
+    """One that no other process could open."""
+
+    made = 0
+
+    def __init__(self, num_bytes, device, *, growing_segments):
+        super().__init__(torch.zeros(num_bytes, dtype=torch.uint8))
+        self.location = str(Buffer.made)
+        Buffer.made += 1
+
+
+@pytest.mark.parametrize("room_bytes", [0, 5 << 20])
+def test_a_bundle_lies_the_same_whatever_buckets_it_came_in(monkeypatch, room_bytes):
+    """Also where the buffer turns out too short on the way; and its digest is what a receiver finds."""
+    monkeypatch.setattr(cuda_ipc, "_Buffer", Buffer)
+    monkeypatch.setattr(cuda_ipc, "_device_of", lambda tensors: torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    sizes = (1 << 20, 16, 3 << 20, 7, 64, 1000)
+    blobs = [
+        TensorBlob(
+            name=str(i),
+            dtype="U8",
+            shape=(n,),
+            data=torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator),
+        )
+        for i, n in enumerate(sizes)
+    ]
+
+    def bundle(bucket_bytes, version):
+        monkeypatch.setattr(cuda_ipc, "_BUCKET_BYTES", bucket_bytes)
+        manifest = sender.send(version, iter(blobs))
+        (buffer,) = sender._live[version]
+        found = Checksums().of(version, manifest.slots, buffer.bytes)
+        assert found == manifest.digest
+        for slot, blob in zip(manifest.slots, blobs, strict=True):
+            assert torch.equal(buffer.bytes[slot.offset : slot.offset + slot.num_bytes], blob.data)
+        return manifest.slots, manifest.num_bytes
+
+    sender = cuda_ipc.CudaIpcSender(room_bytes=room_bytes)
+    several, again, one = bundle(1 << 16, 0), bundle(1 << 16, 1), bundle(1 << 30, 2)
+    assert several == again == one
 
 
 class OnDevice(torch.Tensor):

@@ -180,3 +180,20 @@ def test_another_base_of_the_same_version_is_noticed(sender):
 def test_another_model_starts_anew(sender):
     sender.send(0, several(adam_weights(2000, 0)[0]))
     assert sender.send(1, several(adam_weights(2001, 0)[0])).kind == "full"
+
+
+def test_a_base_that_was_half_written_is_nobodys_base(sender):
+    """A gather that fails on the way leaves tensors of two versions behind."""
+    versions = adam_weights(2000, 2)
+    sender.send(0, several(versions[0]))
+
+    def gathered():
+        yield several(versions[1])[0]
+        raise RuntimeError("a rank died")
+
+    with pytest.raises(RuntimeError, match="a rank died"):
+        sender.send(1, gathered())
+    whole = sender.send(1, several(versions[1]))
+    assert whole.kind == "full"
+    assert as_bytes(TransportReceiver().receive(whole)) == as_bytes(several(versions[1]))
+    assert sender.send(2, several(versions[2])).base_version == 1

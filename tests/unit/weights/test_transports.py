@@ -24,6 +24,16 @@ def test_the_way_follows_from_where_the_roles_are(device, one_machine, expected)
     assert choose("auto", device=device, one_machine=one_machine).transport == expected
 
 
+def test_weights_that_do_not_fit_into_shared_memory_go_through_files():
+    room = {"device": "cpu", "needed_bytes": 2_000_000_000}
+    assert choose("auto", **room, shared_bytes=2_000_000_000).transport == "shared_memory"
+    small = choose("auto", **room, shared_bytes=64 << 20)
+    assert small.transport == "files"
+    assert small.why.startswith("shared memory has 0.07 GB free and two versions take 2.00")
+    assert choose("shared_memory", **room, shared_bytes=0).transport == "shared_memory"
+    assert choose("auto", **{**room, "device": "cuda"}, shared_bytes=0).transport == "cuda_ipc"
+
+
 @pytest.mark.parametrize(
     ("asked", "device", "one_machine"),
     [("cuda_ipc", "cpu", True), ("cuda_ipc", "cuda", False), ("shared_memory", "cpu", False)],
