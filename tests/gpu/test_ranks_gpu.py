@@ -87,8 +87,10 @@ def test_a_world_of_one_trains_and_publishes_as_one_device(
     for step in range(1, STEPS + 1):
         expected, found = plain.step(batch(step)).metrics, sharded.step(batch(step)).metrics
         for name in ("loss", "grad_norm", "entropy"):
-            rel = 2e-2 if step == 1 else 5e-2
-            assert found[name] == pytest.approx(expected[name], rel=rel, abs=1e-3), (step, name)
+            # Later steps start from weights that rounding has moved: bf16 and float32 are 2e-3 apart there, the same
+            # trainer twice 2e-4; the loss itself falls by 6e-2.
+            rel, least = (2e-2, 1e-3) if step == 1 else (5e-2, 3e-3)
+            assert found[name] == pytest.approx(expected[name], rel=rel, abs=least), (step, name)
     plain.publish(STEPS)
     sharded.publish(STEPS)
     mine, other = sharded._sender.blobs, plain._sender.blobs  # type: ignore[union-attr]

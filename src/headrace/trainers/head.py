@@ -68,9 +68,8 @@ class HeadGradients:
         """``grad_CV``: of the uncapped logits of these tokens, up to the ``factor_C`` of each."""
         of_hidden_CH, hidden_CH = head_input_gradient(grad_CV, self._weight_VH), self._hidden_NH[chunk]
         if factor_C is not None:
-            of_hidden_CH, hidden_CH = (
-                (tensor * factor_C[:, None]).to(tensor.dtype) for tensor in (of_hidden_CH, hidden_CH)
-            )
+            of_hidden_CH = of_hidden_CH * factor_C[:, None]
+            hidden_CH = (hidden_CH * factor_C[:, None]).to(hidden_CH.dtype)
         self._of_hidden_NH[chunk] = of_hidden_CH
         if self._of_weight_VH is not None:
             add_head_weight_gradient(self._of_weight_VH, grad_CV, hidden_CH)
@@ -119,10 +118,10 @@ def head_logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tenso
 
 
 def head_input_gradient(grad_CV: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-    """[C, H] in the weight's dtype."""
+    """float32 [C, H]."""
     if _narrow_on_gpu(weight_VH):
-        return grad_CV @ weight_VH
-    return (grad_CV.float() @ weight_VH.float()).to(weight_VH.dtype)
+        return torch.mm(grad_CV, weight_VH, out_dtype=torch.float32)
+    return grad_CV.float() @ weight_VH.float()
 
 
 def add_head_weight_gradient(total_VH: torch.Tensor, grad_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
