@@ -79,18 +79,19 @@ def train(
     attempts, from the model's renderer and how tokens are drawn; None: attempts are one turn each. ``resume`` is
     the directory of a run to go on with, under the settings it was started with unless some are given.
     """
+    name = _environment_name(environment)
     as_before = resume is not None and settings is None and model is None
     asked = None if as_before else _settings(settings, model)
     with ExitStack() as held:
         if resume is not None:
-            directory, chosen = RunDirectory.reopen(Path(resume), asked)
+            directory, chosen = RunDirectory.reopen(Path(resume), asked, environment=name)
             held.callback(directory.close)
             inputs = _inputs(chosen, tasks, reward, environment)
         else:
             assert asked is not None
             # Everything that can be checked is checked before a directory is made.
             chosen, inputs = asked, _inputs(asked, tasks, reward, environment)
-            directory = RunDirectory.create(chosen)
+            directory = RunDirectory.create(chosen, environment=name)
             held.callback(directory.close)
         with asyncio.Runner(loop_factory=ControllerLoop) as runner:
             return runner.run(_train(chosen, inputs, directory))
@@ -187,6 +188,17 @@ def _rewards(given: Any, settings: Settings, *, needed: bool = True) -> list[bui
     if weights is not None and len(weights) != len(rewards):
         raise ConfigError(f"reward.weights has {len(weights)} entries for {len(rewards)} reward functions")
     return list(rewards)
+
+
+def _environment_name(make: Any) -> str | None:
+    if make is None:
+        return None
+    if not callable(make):
+        raise ConfigError(
+            f"environment is a {type(make).__name__}, but it is made here, from the model's renderer and how tokens "
+            "are drawn: give its class, or a function of these two"
+        )
+    return str(getattr(make, "__qualname__", type(make).__name__))
 
 
 def _inputs(settings: Settings, tasks: Any, reward: Any, make: Any) -> _Inputs:

@@ -1,6 +1,7 @@
 """One directory per run: settings, journal, checkpoints, events, logs, and who is using it.
 
     runs/NAME/settings.toml    what the run was asked to do
+              environment      the name of the environment that Python gave it; not there: none
               events.jsonl     what happened, for people and plots
               journal/         what happened, for recovery
               checkpoints/     step-NNNNNNNN, each loadable with from_pretrained
@@ -31,8 +32,8 @@ class RunDirectory:
         self._lock = lock
 
     @classmethod
-    def create(cls, settings: Settings) -> RunDirectory:
-        """A new run."""
+    def create(cls, settings: Settings, *, environment: str | None = None) -> RunDirectory:
+        """A new run; ``environment`` names the one that Python gives it."""
         name = settings.run.name or time.strftime("%Y%m%d-%H%M%S")
         path = Path(settings.run.dir) / name
         with _locked(path) as lock:
@@ -43,16 +44,24 @@ class RunDirectory:
                     "or set another run.name"
                 )
             _write(path / "settings.toml", to_toml(settings))
+            if environment is not None:
+                _write(path / "environment", environment)
+            else:
+                _remove(path / "environment")
             return cls(path, lock)
 
     @classmethod
-    def reopen(cls, path: Path, settings: Settings | None) -> tuple[RunDirectory, Settings]:
-        """A run to go on with. ``settings`` None takes those it was started with."""
+    def reopen(
+        cls, path: Path, settings: Settings | None, *, environment: str | None = None
+    ) -> tuple[RunDirectory, Settings]:
+        """A run to go on with. ``settings`` None takes those it was started with; an ``environment`` cannot be kept, so
+        one must be given again to a run that had one."""
         file = path / "settings.toml"
         if not file.exists():
             raise ConfigError(f"--resume: {path} holds no run (there is no settings.toml); check the path")
         with _locked(path) as lock:
             before = load(file)
+            _check_environment(path, environment)
             if settings is None:
                 return cls(path, lock), before
             changed = changed_fields(before, settings)
@@ -85,6 +94,21 @@ class RunDirectory:
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run; None: there is none."""
     return max((run_dir / "checkpoints").glob("step-*"), default=None)
+
+
+def _check_environment(path: Path, given: str | None) -> None:
+    file = path / "environment"
+    before = file.read_text(encoding="utf-8") if file.exists() else None
+    if before and not given:
+        raise ConfigError(
+            f"--resume: the run in {path} has an environment of its own ({before}), without which its attempts would "
+            "be one turn each: give it again, from Python with headrace.train(environment=..., resume=...)"
+        )
+    if given and not before:
+        raise ConfigError(
+            f"--resume: the run in {path} was started without an environment of its own: leave environment = {given} "
+            "out, or start a new run from its last checkpoint"
+        )
 
 
 @contextmanager
@@ -125,6 +149,13 @@ def _write(path: Path, text: str) -> None:
     try:
         new.write_text(text, encoding="utf-8")
         os.replace(new, path)
+    except OSError as e:
+        raise _unwritable(path, e) from e
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
     except OSError as e:
         raise _unwritable(path, e) from e
 

@@ -13,7 +13,7 @@ from kill_tools import segment_directories
 
 import headrace
 from headrace import cli, demo
-from headrace.config import from_dict, to_toml
+from headrace.config import from_dict, load, to_toml
 from headrace.errors import ConfigError, TaskError
 from headrace.observe.jsonl import read_events
 from headrace.run_directory import RunDirectory, latest_checkpoint
@@ -278,6 +278,33 @@ def test_a_resume_under_changed_settings_names_them(refused, command):
     assert "set them back, or start a new run" in message
     assert Path("runs/run/settings.toml").read_text() == before
     finishes(command, "--set", "run.steps=4")
+
+
+def test_a_resume_without_the_runs_own_environment_is_refused_and_so_is_one_with_another(refused, command):
+    """Attempts of one turn would otherwise go on where the run's had several, and nobody would see it."""
+
+    def rude(renderer, sampling):
+        raise AssertionError("an environment that must not be made")
+
+    RunDirectory.create(load(Path("run.toml")), environment="Game").close()
+    message = refused(arguments=("train", "--resume", "runs/run"))
+    assert message.startswith("--resume: the run in runs/run has an environment of its own (Game)")
+    assert "headrace.train(environment=..., resume=...)" in message
+    assert command("train", "run.toml", "--set", "run.steps=2")[0] == 0
+    with pytest.raises(ConfigError, match="runs/run was started without an environment of its own"):
+        headrace.train(environment=rude, resume="runs/run")
+    finishes(command, "--set", "run.steps=4")
+
+
+def test_an_environment_that_is_made_already_is_refused(workplace, model):
+    with pytest.raises(ConfigError, match=r"environment is a Game, .* give its class, or a function"):
+        headrace.train(environment=Game(), settings=load(Path("run.toml")))
+    assert not Path("runs").exists()
+
+
+class Game:
+    async def run(self, task, policy):
+        raise AssertionError("must not be run")
 
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(refused, command):

@@ -384,6 +384,14 @@ def test_syntax_error_names_the_line(tmp_path):
             ["kl.estimator", 'set "kl.reference" = engine with it'],
         ),
         (["algo.options.kl.estimator=k1"], ["kl.estimator", "kl is not in use"]),
+        (
+            ["algo.kl_coef=0.1", "algo.options.kl.estimator=k1", "algo.advantage=reinforce++", "lora.rank=4"],
+            ["lora.rank is 4", '"kl.estimator" to one of k2, k3, or lora.rank = 0'],
+        ),
+        (
+            ["algo.kl_coef=0.1", "algo.options.kl={estimator='k1', reference='engine'}", "lora.rank=4"],
+            ["lora.rank is 4", '"kl.estimator" to one of k2, k3, or lora.rank = 0'],
+        ),
         (["algo.options.kl.reference=engine"], ["kl.reference", "kl is not in use"]),
         (
             ["algo.options.kl.reference=engine", "algo.kl_coef=0.1", "lora.rank=4"],

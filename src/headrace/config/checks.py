@@ -221,6 +221,13 @@ def _kl(s: Settings) -> Iterator[str]:
     options = flat(s.algo.options)
     if options.get("kl.estimator") != "k1" or not s.algo.kl_coef:
         return
+    if s.lora.rank > 0:
+        yield (
+            'algo.options has "kl.estimator" = k1, for which another engine must have been asked before a batch is '
+            f"made, but lora.rank is {s.lora.rank}, whose reference is the trainer's model without the adapter: set "
+            '"kl.estimator" to one of k2, k3, or lora.rank = 0.'
+        )
+        return
     missing = [
         remedy
         for remedy, is_there in (
@@ -369,7 +376,8 @@ def _lora(s: Settings) -> Iterator[str]:
         )
     if s.lora.rank == 0 and (s.lora.dora or s.lora.alpha is not None or s.lora.targets != ("all-linear",)):
         yield "lora.rank is 0, which trains the whole model, so the other lora settings do nothing: set it above 0."
-    if s.lora.rank > 0 and s.algo.options.get("kl.reference") == "engine":
+    in_reward = s.algo.options.get("kl.estimator") == "k1"
+    if s.lora.rank > 0 and s.algo.options.get("kl.reference") == "engine" and not in_reward:
         yield (
             f"lora.rank is {s.lora.rank}, whose model without the adapter already is the reference at no cost: set "
             '"kl.reference" in algo.options to trainer, or leave it out.'

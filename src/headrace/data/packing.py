@@ -30,6 +30,7 @@ from headrace.types import Sample, SamplingMask, TeacherScores
 NO_PARENT = -1
 MIN_SAVING = 0.04
 """Share of the tokens below which sharing does not pay: it costs a second attention call per layer."""
+_NO_BOUND = np.iinfo(np.int64).max
 ROW_COST = 384
 """Tokens that could be computed in the time a row takes besides its own: all its gradients are added to the others'."""
 
@@ -278,8 +279,9 @@ class _OpenRows:
 
     def __init__(self, lengths: Sequence[int], row_tokens: int, balance_tokens: int) -> None:
         self.rows: list[list[Bundle]] = []
-        self._rooms: list[int] = []
-        self._costs: list[float] = []
+        self._rooms = np.zeros(0, dtype=np.int64)
+        """Of an empty row without bound: a sample that is longer than rows may be has one to itself."""
+        self._costs = np.zeros(0)
         self._lengths, self._row_tokens, self._balance_tokens = lengths, row_tokens, balance_tokens
 
     def size(self, bundle: Bundle) -> int:
@@ -293,18 +295,18 @@ class _OpenRows:
 
     def add(self, count: int = 1) -> None:
         self.rows += [[] for _ in range(count)]
-        self._rooms += [self._row_tokens] * count
-        self._costs += [0.0] * count
+        self._rooms = np.append(self._rooms, np.full(count, _NO_BOUND))
+        self._costs = np.append(self._costs, np.zeros(count))
 
     def place(self, bundle: Bundle, *, dividing: bool) -> Bundle | None:
         """Put a bundle, or a part of it, into a row; returns the rest."""
         size = self.size(bundle)
-        fitting = [r for r, room in enumerate(self._rooms) if not self.rows[r] or room >= size]
-        if fitting:
-            self._put(min(fitting, key=lambda r: (self._costs[r], r)), bundle)
+        fitting = np.flatnonzero(self._rooms >= size)
+        if fitting.size:
+            self._put(int(fitting[self._costs[fitting].argmin()]), bundle)
             return None
-        roomiest = max(range(len(self._rooms)), key=lambda r: (self._rooms[r], -r))
-        part, rest = bundle.divide(self._lengths, self._rooms[roomiest]) if dividing else (None, bundle)
+        roomiest = int(self._rooms.argmax())
+        part, rest = bundle.divide(self._lengths, int(self._rooms[roomiest])) if dividing else (None, bundle)
         if part is None:
             self.add()
             self._put(len(self.rows) - 1, bundle)
@@ -314,18 +316,17 @@ class _OpenRows:
 
     def _put(self, row: int, bundle: Bundle) -> None:
         size = self.size(bundle)
+        self._rooms[row] = (self._rooms[row] if self.rows[row] else self._row_tokens) - size
         self.rows[row].append(bundle)
-        self._rooms[row] -= size
         self._costs[row] += size + sum(self._lengths[i] ** 2 for i in bundle.indices) / self._balance_tokens
 
 
 def _first_fit_rows(lengths: Sequence[int], row_tokens: int) -> int:
     """How many rows first-fit needs for lengths in falling order."""
-    room: list[int] = []
-    for length in lengths:
-        fitting = next((r for r, free in enumerate(room) if free >= length), None)
-        if fitting is None:
-            room.append(max(row_tokens - length, 0))
-        else:
-            room[fitting] -= length
-    return len(room)
+    # As many rows as there can be, all of them empty: what is longer than a row fills one.
+    rooms, num_rows = np.full(len(lengths), row_tokens), 0
+    for length in (min(length, row_tokens) for length in lengths):
+        row = int((rooms[: num_rows + 1] >= length).argmax())
+        rooms[row] -= length
+        num_rows = max(num_rows, row + 1)
+    return num_rows

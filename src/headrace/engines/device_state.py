@@ -56,7 +56,7 @@ def block_bytes(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtyp
 
 @dataclass(frozen=True, slots=True)
 class PoolAttending:
-    """Attention of one pass: keys and values go to their places in the pool and are read from there."""
+    """Attention of one pass, whose keys and values are in their places in the pool afterwards."""
 
     state: DeviceState
     kernels: Kernels

@@ -41,46 +41,15 @@ def spans_of(
 # A number that is one, or a multiple of sixteen, would otherwise be a kernel of its own.
 @triton.jit(do_not_specialize=["num_parts"])
 def decode_kernel(
-    query,
-    key,
-    value,
-    pool,
-    tables,
-    table_rows,
-    lengths,
-    out,
-    partial_sums,
-    partial_stats,
-    arrived,
-    begins,
-    prefix_sums,
-    prefix_stats,
-    num_parts,
-    scale,
-    query_stride_b,
-    query_stride_h,
-    key_stride_b,
-    key_stride_k,
-    value_stride_b,
-    value_stride_k,
-    out_stride_b,
-    out_stride_h,
-    table_stride,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    S: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    EXACT: tl.constexpr,
-    SHARED: tl.constexpr,
-    MIN_SPAN: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    query, key, value, pool, tables, table_rows, lengths, out,
+    partial_sums, partial_stats, arrived, begins, prefix_sums, prefix_stats, num_parts, scale,
+    query_stride_b, query_stride_h, key_stride_b, key_stride_k, value_stride_b, value_stride_k,
+    out_stride_b, out_stride_h, table_stride,
+    K: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, S: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, SHARED: tl.constexpr,
+    MIN_SPAN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     head, span, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_spans = tl.num_programs(1)
     length = tl.load(lengths + row)
@@ -117,11 +86,8 @@ def decode_kernel(
     place = pool + (own_block * S + past % S) * (K * (D + E))
     tl.store(place + head * D + dims_D, key_D, mask=has_own & (dims_D < D))
     tl.store(place + K * D + head * E + dims_E, value_E, mask=has_own & (dims_E < E))
-    raw_P = tl.sum(query_PD.to(tl.float32) * key_D[None, :].to(tl.float32), axis=1)
-    own_P = tl.where(has_own, scaled(raw_P, scale, SOFTCAP), float("-inf"))
-    value_PE = tl.zeros([P, E_PAD], tl.float32) + value_E[None, :].to(tl.float32)
-    top_P, total_P, sum_PE = joined(
-        top_P, total_P, sum_PE, own_P, tl.where(own_P > float("-inf"), 1.0, 0.0), value_PE
+    top_P, total_P, sum_PE = with_own_row(
+        query_PD, key_D, value_E, has_own, scale, top_P, total_P, sum_PE, SOFTCAP
     )
     if SHARED:
         top_P, total_P, sum_PE = joined(top_P, total_P, sum_PE, known[0], known[1], known[2])
@@ -142,6 +108,16 @@ def decode_kernel(
     # A padding row has seen nothing: its sum is zero and so is what is written.
     made_PE = sum_PE / tl.where(total_P > 0.0, total_P, 1.0)[:, None]
     tl.store(out_at, made_PE, mask=real_P[:, None] & (dims_E < E)[None, :])
+
+
+@triton.jit
+def with_own_row(query_PD, key_D, value_E, has_own, scale, top_P, total_P, sum_PE, SOFTCAP: tl.constexpr):
+    """A running softmax taken on by a row's own key and value, where they are this program's business."""
+    raw_P = tl.sum(query_PD.to(tl.float32) * key_D[None, :].to(tl.float32), axis=1)
+    own_P = tl.where(has_own, scaled(raw_P, scale, SOFTCAP), float("-inf"))
+    weight_P = tl.where(own_P > float("-inf"), 1.0, 0.0)
+    value_PE = tl.zeros_like(sum_PE) + value_E[None, :].to(tl.float32)
+    return joined(top_P, total_P, sum_PE, own_P, weight_P, value_PE)
 
 
 @triton.jit

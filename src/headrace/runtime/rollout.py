@@ -11,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from numbers import Real
+from typing import Any
 
 import numpy as np
 
@@ -179,6 +182,9 @@ async def run_attempt(
     """Run the environment; returns the ``episode`` record."""
     trajectories = await environment.run(live.task, client)
     turns = live.turns.get(attempt, [])
+    fault = _fault(trajectories, turns)
+    if fault:
+        raise TaskError(f"environment: what it returned for task {live.task.id} {fault}")
     return {
         "kind": "episode",
         "group": live.group,
@@ -187,9 +193,29 @@ async def run_attempt(
     }
 
 
+def _fault(returned: Any, turns: list[Turn]) -> str:
+    """What is wrong with the trajectories of an environment that sampled these turns; empty: nothing."""
+    if not isinstance(returned, tuple | list) or not all(isinstance(t, Trajectory) for t in returned):
+        return f"is a {type(returned).__name__}; return a tuple of Trajectory"
+    if not returned or not all(trajectory.turns for trajectory in returned):
+        return "holds no turn; return at least one Trajectory, and none without turns"
+    named = [id(turn) for trajectory in returned for turn in trajectory.turns]
+    if not set(named) <= set(map(id, turns)):
+        return "has a turn that policy.sample did not return; put those it returned into trajectories as they are"
+    if len(set(named)) < len(named):
+        return "has one turn twice, which would be trained on twice; put every turn into one Trajectory"
+    for trajectory in returned:
+        own, peers = trajectory.own_reward, trajectory.peers
+        if not isinstance(own, Real) or not math.isfinite(own):
+            return f"has own_reward = {own!r}; give a finite number"
+        if not isinstance(peers, str):
+            return f"has peers = {peers!r}; give a text"
+    return ""
+
+
 def _by_number(trajectory: Trajectory, turns: list[Turn]) -> list[object]:
     numbers = {id(turn): i for i, turn in enumerate(turns)}
-    own = [trajectory.own_reward, trajectory.peers]
+    own = [float(trajectory.own_reward), trajectory.peers]
     return [
         [numbers[id(turn)] for turn in trajectory.turns],
         trajectory.text,

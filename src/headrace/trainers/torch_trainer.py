@@ -28,13 +28,12 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.algos.parameters import of_owner
-from headrace.data import masks
 from headrace.data.dealing import minibatches
-from headrace.data.routing import RouterShape
 from headrace.errors import ConfigError, InvariantError, TrainingError
 from headrace.protocols import WeightSender
 from headrace.timekeeping import TimeLedger
 from headrace.trainers.balance import ExpertBalance
+from headrace.trainers.batch_checks import check_batch, check_references
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
 from headrace.trainers.distilling import row_logprobs
@@ -47,7 +46,7 @@ from headrace.trainers.optimal_baseline import over_optimal_baselines
 from headrace.trainers.options import TrainOptions
 from headrace.trainers.placement import Adapters, place_weights
 from headrace.trainers.ranks import ALONE, Ranks
-from headrace.trainers.routes import RouteTally, check_sample_routes, route_replay
+from headrace.trainers.routes import RouteTally, route_replay
 from headrace.trainers.rows import TrainRow, train_rows, with_cutoff, without_truncated
 from headrace.types import BundleKind, Sample, StepResult, TrainBatch, WeightManifest
 
@@ -137,7 +136,7 @@ class TorchTrainer:
         vocab_size = self.policy.config.get_text_config().vocab_size
         shape = None if self._replay is None else self._replay.shape
         for part in parts:
-            _check_batch(
+            check_batch(
                 part, version=self.version, num_steps=self.num_steps, vocab_size=vocab_size, routers=shape
             )
         step = parts[0].step
@@ -288,7 +287,7 @@ class TorchTrainer:
         if self._options.distillation is not None:
             self._options.distillation.check(parts)
         if self.objective.needs_reference and not self._options.keep_reference:
-            _check_references(parts)
+            check_references(parts)
         elif self.objective.needs_reference:
             with self._weights.off() if isinstance(self._weights, Adapters) else nullcontext():
                 rows_of_parts = [self._with_reference(rows) for rows in rows_of_parts]
@@ -445,38 +444,3 @@ class TorchTrainer:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             return norm, reason
-
-
-def _check_references(parts: Sequence[TrainBatch]) -> None:
-    for sample in (sample for part in parts for sample in part.samples):
-        if sample.ref_logprobs is None:
-            raise TrainingError(
-                f"sample {sample.group}/{sample.attempt}: it came without the reference's log-probabilities, which "
-                'this trainer does not compute; set "kl.reference" in algo.options to trainer'
-            )
-
-
-def _check_batch(
-    batch: TrainBatch,
-    *,
-    version: int,
-    num_steps: int,
-    vocab_size: int,
-    routers: RouterShape | None = None,
-) -> None:
-    if (batch.version, batch.step) != (version, num_steps + 1):
-        raise InvariantError(
-            f"step: batch {batch.step} starts from version {batch.version}, but {num_steps} steps are done "
-            f"and the weights are version {version}"
-        )
-    for sample in batch.samples:
-        name = f"sample {sample.group}/{sample.attempt}"
-        mask = sample.sampling_mask
-        wrong = None if mask is None else masks.fault(mask, sample.token_ids, vocab_size=vocab_size)
-        if wrong is not None:
-            raise TrainingError(
-                f"{name}: its sampling mask is not that of its tokens: {wrong}; give engine and trainer the same model"
-            )
-        if sample.temperature <= 0:
-            raise TrainingError(f"{name}: temperature 0 leaves nothing to train on; set temperature above 0")
-        check_sample_routes(sample, routers)

@@ -60,16 +60,16 @@ class HeadLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, ids, temperatures_N, normaliser_N = ctx.saved_tensors
         gradients = HeadGradients(ctx.needs_input_grad, hidden_NH, weight_VH, bias_V, ctx.master_VH)
+        has_one_id = ids.dim() == 1
         # What was kept is used up first, so that as little as possible stands beside it.
         for chunk in reversed(chunks(hidden_NH.shape[0], ctx.chunk_tokens)):
-            slopes_CV, factor_C = ctx.slopes.pop(chunk.start, None), grad[chunk]
+            slopes_CV = ctx.slopes.pop(chunk.start, None)
             if slopes_CV is None:
-                of_ids = None if ids.dim() == 1 else grad[chunk]
                 slopes_CV = _slopes(
                     uncapped_logits(hidden_NH[chunk], weight_VH, bias_V), ids[chunk], temperatures_N[chunk],
-                    normaliser_N[chunk], ctx.softcap, hidden_NH.dtype, of_ids,
+                    normaliser_N[chunk], ctx.softcap, hidden_NH.dtype, None if has_one_id else grad[chunk],
                 )  # fmt: skip
-            gradients.add(chunk, slopes_CV, factor_C if ids.dim() == 1 else None)
+            gradients.add(chunk, slopes_CV, grad[chunk] if has_one_id else None)
             del slopes_CV
         return *gradients.results(), None, None, None, None, None, None
 
