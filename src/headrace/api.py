@@ -103,13 +103,25 @@ def evaluate(
     tasks: Any = None,
     reward: build.Reward | Sequence[build.Reward] | None = None,
     settings: Settings | Mapping[str, Any] | None = None,
+    environment: Callable[[build.Renderer, Sampling], Environment] | None = None,
     num_tasks: int = 256,
     num_samples: int = 1,
 ) -> evaluation.Evaluation:
-    """How well ``model`` does on its first ``num_tasks`` tasks, ``num_samples`` attempts each."""
+    """How well ``model`` does on its first ``num_tasks`` tasks, ``num_samples`` attempts each, in the ``environment``
+    that ``train`` takes too."""
     chosen = _settings(settings, model, training=False)
     rewards = _rewards(reward, chosen)
-    return asyncio.run(evaluation.run(chosen, tasks, rewards, num_tasks=num_tasks, num_samples=num_samples))
+    _environment_name(environment)
+    return asyncio.run(
+        evaluation.run(
+            chosen,
+            tasks,
+            rewards,
+            make=environment or build.SingleTurn,
+            num_tasks=num_tasks,
+            num_samples=num_samples,
+        )
+    )
 
 
 def warm_start(

@@ -130,9 +130,10 @@ async def run(
     *,
     num_tasks: int,
     num_samples: int,
+    make: Callable[[build.Renderer, Sampling], Environment] = build.SingleTurn,
     on_task: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
-    """Evaluate ``model.path`` on the first ``num_tasks`` tasks, in this process."""
+    """Evaluate ``model.path`` on the first ``num_tasks`` tasks, in this process; ``make`` makes the environment."""
     directory = build.model_directory(settings)
     renderer = build.Renderer.from_directory(directory)
     source = build.task_source(settings, tasks)
@@ -148,7 +149,7 @@ async def run(
     try:
         return await evaluate(
             engine=engine,
-            environment=build.environment(settings, renderer),
+            environment=build.environment(settings, renderer, make),
             scorer=scorer,
             tasks=[source.task(i) for i in range(min(num_tasks, len(source)))],
             weights=settings.reward.weights,

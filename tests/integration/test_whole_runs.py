@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headrace
 from headrace import demo
+from headrace.errors import ConfigError
+from headrace.types import Trajectory
 
 SMALL = {
     "run.steps": 6,
@@ -107,6 +109,31 @@ def test_evaluation_repeats_exactly(settings):
     assert first == second
     assert first.num_tasks == 8
     assert 0.0 <= first.mean_return <= 1.0
+
+
+def test_evaluation_in_an_environment_of_ones_own(settings):
+    class Twice:
+        """Asks again whatever the answer was."""
+
+        def __init__(self, renderer, sampling):
+            self._renderer, self._sampling = renderer, sampling
+
+        async def run(self, task, policy):
+            shown = self._renderer.prompt_ids(task)
+            turns = [await policy.sample(shown, self._sampling) for _ in range(2)]
+            return (Trajectory(turns=tuple(turns), text=""),)
+
+    arguments = {
+        "model": train(settings).model_dir,
+        "tasks": demo.tasks(4),
+        "reward": lambda completions: [float(not text) for text in completions],
+        "settings": {"rollout.max_tokens": 3, "rollout.stop": []},
+        "num_tasks": 4,
+    }
+    twice, once = headrace.evaluate(**arguments, environment=Twice), headrace.evaluate(**arguments)
+    assert (twice.mean_return, once.mean_return) == (1.0, 0.0) and once.mean_tokens < twice.mean_tokens <= 6
+    with pytest.raises(ConfigError, match="environment is a Twice"):
+        headrace.evaluate(**arguments, environment=Twice(None, None))
 
 
 def test_warm_start_lowers_the_loss_and_writes_a_model_with_its_tokenizer(settings, tmp_path):

@@ -244,7 +244,8 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         "overlong.tokens",
         0,
-        "the last so many tokens before `rollout.max_tokens` cost reward, linearly more; 0 is off",
+        "the last so many tokens before `rollout.max_tokens` cost reward, linearly more, for the longest of an "
+        "attempt's completions; 0 is off",
         at_least=0,
     ),
     Parameter(

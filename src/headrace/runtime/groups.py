@@ -324,9 +324,11 @@ class GroupRunner:
         return unjudged and is_zero_variance(np.array(returns))
 
     def _overlong(self, episode: Episode) -> float:
-        pivot = episode.task.pivot
+        """For the longest of its completions: each has all of ``rollout.max_tokens``."""
+        pivot, turns = episode.task.pivot, [u for t in episode.trajectories if t.trainable for u in t.turns]
+        longest = max((turn.completion.num_tokens for turn in turns), default=0)
         return overlong_penalty(
-            episode.num_tokens + (0 if pivot is None else len(pivot.prefix_ids)),
+            longest + (0 if pivot is None else len(pivot.prefix_ids)),
             max_tokens=self._plan.max_tokens,
             buffer_tokens=self._plan.overlong_buffer_tokens,
             factor=self._plan.overlong_factor,

@@ -13,7 +13,7 @@ from harness import MemorySink, OneTurn, make_pipeline, make_plan
 from headrace.engines.scripted import ScriptedEngine
 from headrace.plan import virtual_clock
 from headrace.trainers.scripted import ScriptedTrainer
-from headrace.types import Request, Sample, StepResult, TrainBatch
+from headrace.types import Request, Sample, StepResult, Task, TrainBatch, Trajectory
 
 
 class Recording(ScriptedTrainer):
@@ -34,14 +34,14 @@ def script(request: Request) -> np.ndarray:
     return np.zeros(4 if request.id.split("/")[1] == "0" else 2, dtype=np.int32)
 
 
-def run(tmp_path: Path, **changes: Any) -> tuple[Recording, MemorySink]:
+def run(tmp_path: Path, environment: OneTurn | None = None, **changes: Any) -> tuple[Recording, MemorySink]:
     async def main() -> tuple[Recording, MemorySink]:
         trainer, sink = Recording(), MemorySink()
         pipeline = make_pipeline(
             tmp_path,
             make_plan(advantage="dr-grpo", steps=3, **changes),
             engines=[ScriptedEngine(script=script)],
-            environment=OneTurn(max_tokens=4),
+            environment=environment or OneTurn(max_tokens=4),
             trainer=trainer,
             sink=sink,
         )
@@ -68,3 +68,24 @@ def test_cut_off_attempts_are_marked_and_lose_the_penalty(tmp_path: Path, penalt
 def test_a_trainers_warning_reaches_people_at_once(tmp_path: Path) -> None:
     _, sink = run(tmp_path)
     assert [fields["text"] for fields in sink.of("warning")] == ["step 2: look here"]
+
+
+class TwoTurns(OneTurn):
+    """Each completion has all of the length to itself."""
+
+    async def run(self, task: Task, policy: Any) -> tuple[Trajectory, ...]:
+        first = await super().run(task, policy)
+        second = await super().run(task, policy)
+        return (Trajectory(turns=first[0].turns + second[0].turns, text=""),)
+
+
+def test_an_overlong_completion_costs_reward_and_many_turns_do_not(tmp_path: Path) -> None:
+    found = {}
+    for environment in (OneTurn(max_tokens=4), TwoTurns(max_tokens=4)):
+        trainer, _ = run(
+            tmp_path / type(environment).__name__, environment=environment, max_tokens=4, overlong_buffer_tokens=2,
+            overlong_factor=1.0,
+        )  # fmt: skip
+        # Of three attempts one fills its length and loses 1; the others end where the penalty begins.
+        found[type(environment)] = {s.attempt: float(s.advantages[s.loss_mask][0]) for s in trainer.samples}
+    assert found[OneTurn] == found[TwoTurns] == pytest.approx({0: -2 / 3, 1: 1 / 3, 2: 1 / 3})
