@@ -95,7 +95,7 @@ def test_bytes_that_do_not_match_are_refused(make_sender):
 
 def test_a_member_that_vanishes_costs_the_others_one_attempt(make_sender):
     """It asks, is counted in, and never joins the group."""
-    sender, receiver = make_sender(2, deadline_s=1.0, settle_s=0.5), CollectiveReceiver()
+    sender, receiver = make_sender(2, deadline_s=4.0, settle_s=0.5), CollectiveReceiver()
     manifest = sender.send(1, blobs(1))
     told = json.loads(manifest.location)
     ghost = CollectiveReceiver()
@@ -116,7 +116,7 @@ def test_a_member_that_dies_while_it_asks_holds_up_nobody(make_sender):
 
 
 def test_a_sender_that_is_gone_is_an_error(make_sender):
-    sender, receiver = make_sender(deadline_s=0.3), CollectiveReceiver()
+    sender, receiver = make_sender(deadline_s=2.0), CollectiveReceiver()
     manifest = sender.send(1, blobs(1))
     sender.close()
     sender._desk.run()
@@ -172,7 +172,7 @@ class HangingGroup(Group):
 
 def test_both_ends_abandon_a_group_that_hangs_and_build_another(make_sender, monkeypatch):
     """Also one that never did any work: its kernels would spin on the GPU for ever."""
-    sender, receiver = make_sender(deadline_s=0.5), CollectiveReceiver()
+    sender, receiver = make_sender(deadline_s=4.0), CollectiveReceiver()
     manifest = sender.send(1, blobs(1))
     with monkeypatch.context() as patch:
         for place in ("collective", "collective_desk"):
