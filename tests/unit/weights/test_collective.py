@@ -114,7 +114,7 @@ def test_a_member_that_vanishes_costs_the_others_one_attempt(make_sender):
     told = json.loads(manifest.location)
     ghost = CollectiveReceiver()
     store = sender._meeting.connect()
-    ask = {"offer": told["offer"], "member": ghost._member, "group": "", "gpu": ""}
+    ask = {k: told[k] for k in ("offer", "buckets")} | {"member": ghost._member, "group": "", "gpu": ""}
     store.set(f"ask/{store.add('asks', 1)}", json.dumps(ask))
     with pytest.raises(WeightSyncError, match="version 1 by broadcast"):
         receiver.receive(manifest)
@@ -164,6 +164,18 @@ def test_buckets_of_another_length_are_refused(make_sender):
     longer = replace(manifest, location=json.dumps({**told, "buckets": [*told["buckets"], 8]}))
     with pytest.raises(WeightSyncError, match="buckets of version 1 are not its bytes"):
         CollectiveReceiver().receive(longer)
+
+
+def test_room_in_other_buckets_than_are_sent_is_refused(make_sender):
+    """Gloo would end the engine's process."""
+    sender, receiver = make_sender(), CollectiveReceiver()
+    manifest = sender.send(1, blobs(1))
+    told = json.loads(manifest.location)
+    (size,) = told["buckets"]
+    halves = {**told, "buckets": [size // 2, size - size // 2]}
+    with pytest.raises(WeightSyncError, match="version 1 is on offer in other buckets; publish the weights"):
+        receiver.receive(replace(manifest, location=json.dumps(halves)))
+    assert as_bytes(receiver.receive(manifest)) == as_bytes(blobs(1))
 
 
 class HangingGroup(Group):
