@@ -289,6 +289,12 @@ def memory_share(settings: Settings, *, beside_trainer: bool) -> float:
     return settings.engine.memory_share or (_SHARE_BESIDE_TRAINER if beside_trainer else _SHARE_ALONE)
 
 
+def versions_held(settings: Settings) -> int:
+    """How many versions lie published at once: one that engines still read, the next, and those that a teacher which
+    follows late has yet to take."""
+    return 2 + sum(settings.distill.snapshots.values())
+
+
 def route(settings: Settings, place: str | None = None, *, version_bytes: int = 0) -> Route:
     """How weights reach the engines. All roles are on this machine and its one device, ``place`` (None: that of
     the settings). ``version_bytes``: of what is published each time; 0: little, or not known."""
@@ -299,8 +305,7 @@ def route(settings: Settings, place: str | None = None, *, version_bytes: int = 
         "full" if followed else w.bundle,
         device=place or device(settings.model.device),
         item_bytes=2 if dtype(settings, place) == "bfloat16" else 4,
-        # One that engines still read, and the next.
-        needed_bytes=2 * version_bytes,
+        needed_bytes=versions_held(settings) * version_bytes,
         shared_bytes=shutil.disk_usage(segment_root()).free,
     )
     if rank:

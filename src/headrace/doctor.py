@@ -118,11 +118,13 @@ def _weights(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     route = build.route(settings, version_bytes=num_bytes)
     detail = f"travel by {route.transport}: {route.why}; {route.bundle} bundles: {route.why_bundle}"
     free = shutil.disk_usage(segment_root()).free
-    fits = route.transport != "shared_memory" or 2 * num_bytes <= free
+    needed = build.versions_held(settings) * num_bytes
+    fits = route.transport != "shared_memory" or needed <= free
     advice = (
         ""
         if fits
-        else f"; two versions take {2 * num_bytes / 1e9:.2f} GB and {free / 1e9:.2f} are free: set it to auto"
+        else f"; the versions held at once take {needed / 1e9:.2f} GB and {free / 1e9:.2f} are free: set "
+        "weights.transport to auto"
     )
     yield Finding(check="weights", verdict="ok" if fits else "fail", detail=detail + advice)
 

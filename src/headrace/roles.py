@@ -223,11 +223,16 @@ def _grows(told: Mapping[str, Any], settings: Settings) -> bool:
 
 
 def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSender:
+    import torch
+
+    from headrace.memory.architecture import count_adapter_weights
     from headrace.models.checkpoint_names import CheckpointNamed
     from headrace.models.tensors import tensor_bytes
 
-    num_bytes = 0 if settings.lora.rank else sum(map(aligned, tensor_bytes(model, build.dtype(settings))))
-    way = build.route(settings, version_bytes=num_bytes)
+    dtype, spec = build.dtype(settings), build.lora(settings)
+    full_bytes = 0 if spec else sum(map(aligned, tensor_bytes(model, dtype)))
+    adapter_bytes = count_adapter_weights(model, spec) * getattr(torch, dtype).itemsize if spec else 0
+    way = build.route(settings, version_bytes=full_bytes or adapter_bytes)
     sender = weight_sender(
         way,
         segments=Path(told["segments"]),
@@ -236,6 +241,6 @@ def _sender(settings: Settings, told: Mapping[str, Any], model: Any) -> WeightSe
         # Before the engines' own deadline, which ends the run: a broadcast that failed can be made good.
         deadline_s=settings.run.update_s / 2,
         growing_segments=_grows(told, settings),
-        full_bytes=num_bytes,
+        full_bytes=full_bytes,
     )
     return CheckpointNamed(sender, model) if way.transport == "files" else sender

@@ -93,3 +93,23 @@ def test_a_sender_uses_shared_memory_where_two_versions_fit(tmp_path, monkeypatc
     sender = roles._sender(settings, told, model)
     assert type(sender).__name__ == expected
     sender.close()
+
+
+@pytest.mark.parametrize(("free", "expected"), [(10**6, "SharedMemorySender"), (1000, "CheckpointNamed")])
+def test_an_adapter_needs_room_in_shared_memory_as_well(tmp_path, monkeypatch, free, expected):
+    pytest.importorskip("peft")
+    model = make_tiny_model(tmp_path / "model", vocab_size=31)
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    asked = {"model.path": str(tmp_path / "model"), "model.device": "cpu", "lora.rank": 4}
+    told = {"segments": tmp_path / "segments", "folder": tmp_path / "folder", "threaded": False}
+    sender = roles._sender(from_dict(asked, training=False), told, model)
+    assert type(sender).__name__ == expected
+    sender.close()
+
+
+def test_versions_that_wait_for_a_late_teacher_need_room_too(monkeypatch):
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda path: SimpleNamespace(free=300))
+    plain, late = {"model.device": "cpu"}, {"distill.teachers": {"past": "snapshot:2"}}
+    assert build.route(from_dict(plain), version_bytes=100).transport == "shared_memory"
+    assert build.route(from_dict({**plain, **late}), version_bytes=75).transport == "shared_memory"
+    assert build.route(from_dict({**plain, **late}), version_bytes=100).transport == "files"

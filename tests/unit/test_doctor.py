@@ -50,7 +50,7 @@ def test_a_small_shared_memory_is_explained(tmp_path, monkeypatch):
     assert "enlarge" in named["shared memory"]
     findings = doctor.examine(good(tmp_path, **{"model.device": "cpu", "weights.transport": "shared_memory"}))
     (weights,) = [finding for finding in findings if finding.check == "weights"]
-    assert weights.verdict == "fail" and weights.detail.endswith("GB and 0.00 are free: set it to auto")
+    assert weights.verdict == "fail" and weights.detail.endswith("are free: set weights.transport to auto")
 
 
 def test_a_transport_that_cannot_work_is_found(tmp_path):

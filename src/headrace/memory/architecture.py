@@ -109,11 +109,12 @@ def examine(config: PretrainedConfig, dtype: torch.dtype, lora: LoraSpec | None 
             context_tokens=context_tokens(text),
             compiled=compiled,
             eager=eager,
-            num_adapter_weights=0 if lora is None else _adapter_weights(model, lora),
+            num_adapter_weights=0 if lora is None else count_adapter_weights(model, lora),
         )
 
 
-def _adapter_weights(model: PreTrainedModel, lora: LoraSpec) -> int:
+def count_adapter_weights(model: PreTrainedModel, lora: LoraSpec) -> int:
+    """Of the adapter that is trained for the model."""
     linears = [model.get_submodule(name) for name in target_linears(model, lora.targets)]
     experts = [model.get_parameter(name) for name in target_experts(model, lora.targets, dora=lora.dora)]
     shapes = [(1, *linear.weight.shape) for linear in linears if isinstance(linear, nn.Linear)]

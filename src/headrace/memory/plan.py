@@ -213,9 +213,9 @@ def _published(
 ) -> list[Use]:
     """The version that engines read from, those a teacher has yet to take, and what the next difference is taken
     against."""
-    route = build.route(settings, kind)
     published: Purpose = "published weights"
     size = (model.num_adapter_weights or model.num_weights) * dtype.itemsize
+    route = build.route(settings, kind, version_bytes=size)
     where = HOST if route.transport == "shared_memory" else place
     kept = size * (1 + sum(settings.distill.snapshots.values()))
     uses = [] if route.transport == "files" else [Use(name, where, published, kept)]

@@ -174,13 +174,19 @@ class CollectiveReceiver:
         """The bytes of an offer. ``at_work`` receives the group before anything can hang in it."""
         store, group = self._meet(meeting), self._group
         gpu = gpu_name(self._place)
-        ask = Ask(offer=offer, member=self._member, group=group.name if group else "", gpu=gpu)
+        ask = Ask(
+            offer=offer,
+            member=self._member,
+            group=group.name if group else "",
+            gpu=gpu,
+            buckets=list(sizes),
+        )
         number = store.add("asks", 1)
         store.set(f"ask/{number}", json.dumps(asdict(ask)))
         plan = json.loads(store.get(f"plan/{number}"))
         store.delete_key(f"plan/{number}")
-        if "gone" in plan:
-            raise WeightSyncError(f"version {version} was retired; publish the weights again")
+        if "refused" in plan:
+            raise WeightSyncError(f"version {version} {plan['refused']}; publish the weights again")
         if group is None or group.name != plan["group"]:
             group = Group(
                 store,

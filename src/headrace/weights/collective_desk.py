@@ -49,6 +49,8 @@ class Ask:
     """Name of the group it still has; empty: none."""
     gpu: str
     """The one it computes on; empty: none."""
+    buckets: list[int]
+    """The lengths it has room for."""
 
 
 class Desk:
@@ -129,12 +131,16 @@ class Desk:
     def _broadcast(self, batch: dict[int, Ask], at_work: list[Group]) -> None:
         """``at_work`` receives the group before anything can hang in it."""
         store = self._meeting.connect()
-        asks = list(batch.values())
-        buckets = self._find(asks[0].offer)
-        if buckets is None:
-            for number in batch:
-                store.set(f"plan/{number}", json.dumps({"gone": True}))
+        buckets = self._find(next(iter(batch.values())).offer)
+        sizes = None if buckets is None else [len(bucket) for bucket in buckets]
+        # Gloo ends the process of a member that has other room than is sent.
+        for number in [number for number, ask in batch.items() if ask.buckets != sizes]:
+            reason = "was retired" if sizes is None else "is on offer in other buckets"
+            store.set(f"plan/{number}", json.dumps({"refused": reason}))
+            del batch[number]
+        if buckets is None or not batch:
             return
+        asks = list(batch.values())
         backend, members = _backend(buckets, [ask.gpu for ask in asks]), _members(batch)
         group = self._usable(asks, members, backend)
         name = group.name if group is not None else self._new_name()

@@ -26,6 +26,7 @@ from headrace.types import BundleKind, TensorBlob, TensorSlot, WeightManifest
 from headrace.weights.bundle import ALIGNMENT_BYTES, blob_bytes, check_slots, in_buckets
 from headrace.weights.gpu_bundle import Checksums, Part, digest, joined_slots, slot_table
 from headrace.weights.gpu_segments import fixed_segments
+from headrace.weights.segment_directory import process_start
 
 TRANSPORT = "cuda_ipc"
 _BUCKET_BYTES = 1 << 30
@@ -195,6 +196,7 @@ class CudaIpcReceiver:
         if own is not None:
             return own.bytes
         if place not in self._opened:
+            self._let_go_of_the_dead()
             try:
                 storage = _open_handle(json.loads(place)["storage"])
             except (ValueError, KeyError, RuntimeError) as error:
@@ -205,6 +207,12 @@ class CudaIpcReceiver:
                 ) from error
             self._opened[place] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return self._opened[place]
+
+    def _let_go_of_the_dead(self) -> None:
+        """Memory stays on the GPU while anybody has it open, also when the process that took it has died."""
+        for place in [place for place in self._opened if process_start(json.loads(place)["pid"]) is None]:
+            del self._opened[place]
+            self._seen.pop(place, None)
 
 
 def _device_of(tensors: Sequence[TensorBlob]) -> torch.device:

@@ -51,8 +51,8 @@ def choose(
     route = _way(transport, device=device, one_machine=one_machine)
     if transport == "auto" and route.transport == "shared_memory" and needed_bytes > shared_bytes:
         why = (
-            f"shared memory has {shared_bytes / 1e9:.2f} GB free and two versions take {needed_bytes / 1e9:.2f}; "
-            "enlarge /dev/shm for a faster way"
+            f"shared memory has {shared_bytes / 1e9:.2f} GB free and the versions held at once take "
+            f"{needed_bytes / 1e9:.2f}; enlarge /dev/shm for a faster way"
         )
         route = Route(transport="files", why=why)
     if bundle == "delta" and route.transport == "cuda_ipc":

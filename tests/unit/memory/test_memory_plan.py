@@ -288,3 +288,13 @@ def test_an_adapter_leaves_the_model_without_masters_gradients_and_moments():
     assert bytes_for(plan, "moments") == 8 * model.num_adapter_weights
     assert bytes_for(plan, "weights, computed with") == 2 * (model.num_weights + model.num_adapter_weights)
     assert bytes_for(plan, "published weights") == 2 * model.num_adapter_weights
+
+
+def test_weights_that_do_not_fit_into_shared_memory_are_planned_as_they_travel(monkeypatch):
+    """By files, as the run will send them: none of a published version is held."""
+    settings = from_dict({"model.device": "cpu"})
+    for free, is_held in ((10**12, True), (64 << 20, False)):
+        usage = type("Usage", (), {"free": free})()
+        monkeypatch.setattr(build.shutil, "disk_usage", lambda path, usage=usage: usage)
+        plan = plan_memory(settings, published("qwen2-1.5b"), kind="cpu", device_bytes=H200)
+        assert bool(bytes_for(plan, "published weights")) == is_held

@@ -85,7 +85,10 @@ def test_the_model_is_never_held_as_a_whole(weights, tmp_path, monkeypatch, bund
         # A bucket, and the tensor that no longer fitted into it.
         assert counter.most <= BUCKET_BYTES + counter.largest
         assert counter.num_bytes == 0
+        # Many tensors change so much that a delta has them whole.
         with torch.no_grad():
-            weights.local("model.norm.weight").add_(0.5)
+            for name in weights.names():
+                if ".mlp." in name:
+                    weights.local(name).normal_()
         sender.retire(version)
     sender.close()

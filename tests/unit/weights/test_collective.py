@@ -17,7 +17,7 @@ from test_shared_memory import as_bytes, blobs
 
 from headrace import wire
 from headrace.errors import WeightSyncError
-from headrace.weights import collective_desk
+from headrace.weights import collective_desk, process_group
 from headrace.weights.collective import CollectiveReceiver, CollectiveSender
 from headrace.weights.process_group import Abandonable, Group, _environment
 
@@ -85,6 +85,20 @@ def test_a_retired_version_is_refused_at_once(make_sender):
     assert as_bytes(receiver.receive(sender.send(2, blobs(2)))) == as_bytes(blobs(2))
 
 
+def test_nobody_is_sent_other_bytes_than_were_announced(make_sender):
+    """Neither those of a newer version nor those that replaced them."""
+    sender, receiver = make_sender(), CollectiveReceiver()
+    first, again = (sender.send(1, blobs(1, sizes=(n,))) for n in (7, 500))
+    newer = sender.send(2, blobs(2))
+    with pytest.raises(WeightSyncError, match="version 1 was retired"):
+        receiver.receive(first)
+    assert as_bytes(receiver.receive(again)) == as_bytes(blobs(1, sizes=(500,)))
+    sender.retire(1)
+    with pytest.raises(WeightSyncError, match="version 1 was retired"):
+        receiver.receive(again)
+    assert as_bytes(receiver.receive(newer)) == as_bytes(blobs(2))
+
+
 def test_bytes_that_do_not_match_are_refused(make_sender):
     sender, receiver = make_sender(), CollectiveReceiver()
     manifest = sender.send(1, blobs(1))
@@ -100,7 +114,7 @@ def test_a_member_that_vanishes_costs_the_others_one_attempt(make_sender):
     told = json.loads(manifest.location)
     ghost = CollectiveReceiver()
     store = sender._meeting.connect()
-    ask = {"offer": told["offer"], "member": ghost._member, "group": "", "gpu": ""}
+    ask = {k: told[k] for k in ("offer", "buckets")} | {"member": ghost._member, "group": "", "gpu": ""}
     store.set(f"ask/{store.add('asks', 1)}", json.dumps(ask))
     with pytest.raises(WeightSyncError, match="version 1 by broadcast"):
         receiver.receive(manifest)
@@ -152,6 +166,18 @@ def test_buckets_of_another_length_are_refused(make_sender):
         CollectiveReceiver().receive(longer)
 
 
+def test_room_in_other_buckets_than_are_sent_is_refused(make_sender):
+    """Gloo would end the engine's process."""
+    sender, receiver = make_sender(), CollectiveReceiver()
+    manifest = sender.send(1, blobs(1))
+    told = json.loads(manifest.location)
+    (size,) = told["buckets"]
+    halves = {**told, "buckets": [size // 2, size - size // 2]}
+    with pytest.raises(WeightSyncError, match="version 1 is on offer in other buckets; publish the weights"):
+        receiver.receive(replace(manifest, location=json.dumps(halves)))
+    assert as_bytes(receiver.receive(manifest)) == as_bytes(blobs(1))
+
+
 class HangingGroup(Group):
     """A group whose broadcasts never end, as those of NCCL do not when a member is gone."""
 
@@ -187,10 +213,39 @@ def test_both_ends_abandon_a_group_that_hangs_and_build_another(make_sender, mon
     assert as_bytes(receiver.receive(sender.send(2, blobs(2)))) == as_bytes(blobs(2))
 
 
+class WatchedGroup(Group):
+    """A group that says when it was given up."""
+
+    made: ClassVar[list[WatchedGroup]] = []
+
+    def __init__(self, *args, **settings):
+        self.was_abandoned = Event()
+        super().__init__(*args, **settings)
+        self.made.append(self)
+
+    def abandon(self):
+        self.was_abandoned.set()
+
+
+def test_both_ends_give_their_group_up_when_they_close(make_sender, monkeypatch):
+    monkeypatch.setattr(WatchedGroup, "made", [])
+    for place in ("collective", "collective_desk"):
+        monkeypatch.setattr(f"headrace.weights.{place}.Group", WatchedGroup)
+    sender, receiver = make_sender(), CollectiveReceiver()
+    receiver.receive(sender.send(1, blobs(1)))
+    sender.close()
+    receiver.close()
+    assert len(WatchedGroup.made) == 2
+    for group in WatchedGroup.made:
+        assert group.was_abandoned.wait(DEADLINE_S)
+
+
 def test_what_torch_reads_from_the_environment_is_put_back(monkeypatch):
     monkeypatch.setenv("HEADRACE_TEST_A", "1")
     with _environment({"HEADRACE_TEST_A": "2", "HEADRACE_TEST_B": "3"}):
         assert (os.environ["HEADRACE_TEST_A"], os.environ["HEADRACE_TEST_B"]) == ("2", "3")
+        # Another thread would take these for what was there before.
+        assert process_group._environment_lock.locked()
     assert os.environ["HEADRACE_TEST_A"] == "1" and "HEADRACE_TEST_B" not in os.environ
 
 

@@ -182,13 +182,21 @@ def test_another_model_starts_anew(sender):
     assert sender.send(1, several(adam_weights(2001, 0)[0])).kind == "full"
 
 
-def test_a_base_that_was_half_written_is_nobodys_base(sender):
+@pytest.mark.parametrize("last", [2, 1])
+def test_fewer_tensors_or_more_are_no_delta(sender, last):
+    tensors = several(adam_weights(2000, 0)[0])
+    sender.send(0, tensors[:last])
+    assert sender.send(1, tensors[: 3 - last]).kind == "full"
+
+
+def test_a_base_that_was_half_written_is_nobodys_base(sender, monkeypatch):
     """A gather that fails on the way leaves tensors of two versions behind."""
+    monkeypatch.setattr("headrace.weights.bundle_sender._BUCKET_BYTES", 1)
     versions = adam_weights(2000, 2)
     sender.send(0, several(versions[0]))
 
     def gathered():
-        yield several(versions[1])[0]
+        yield from several(versions[1])[:2]
         raise RuntimeError("a rank died")
 
     with pytest.raises(RuntimeError, match="a rank died"):

@@ -29,7 +29,7 @@ def test_weights_that_do_not_fit_into_shared_memory_go_through_files():
     assert choose("auto", **room, shared_bytes=2_000_000_000).transport == "shared_memory"
     small = choose("auto", **room, shared_bytes=64 << 20)
     assert small.transport == "files"
-    assert small.why.startswith("shared memory has 0.07 GB free and two versions take 2.00")
+    assert small.why.startswith("shared memory has 0.07 GB free and the versions held at once take 2.00")
     assert choose("shared_memory", **room, shared_bytes=0).transport == "shared_memory"
     assert choose("auto", **{**room, "device": "cuda"}, shared_bytes=0).transport == "cuda_ipc"
 
