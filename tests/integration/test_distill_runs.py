@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from run_tools import SMALL
 from safetensors.torch import load_file
 
 import headrace
@@ -19,14 +20,9 @@ from headrace.models.loading import load_model, make_tiny_model
 from headrace.runtime.recording import read_recording
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 
-SMALL = {
+SETTINGS = {
     "run.steps": 4,
-    "run.launcher": "inline",
-    "run.console": "off",
-    "run.checkpoint_every": 2,
-    "run.name": "run",
-    "rollout.group_size": 4,
-    "rollout.groups_per_step": 2,
+    **SMALL,
     "rollout.max_lag": 0,
     "distill.divergence": "reverse",
     "distill.top_k": 4,
@@ -45,7 +41,7 @@ def settings(tmp_path, monkeypatch):
             tmp_path / name, vocab_size=size, hidden_size=16 * seed, init_std=0.3, context_tokens=64
         )
         teachers[name] = str(tmp_path / name)
-    return {**prepared, **SMALL, "distill.teachers": teachers}
+    return {**prepared, **SETTINGS, "distill.teachers": teachers}
 
 
 def letters_a(completions: list[str], **_: object) -> list[float]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_tools import make_batch, make_model, ranked, single, within
+from run_tools import SMALL
 
 import headrace
 from headrace import demo
@@ -32,12 +33,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     made = {
         **demo.prepare(tmp_path, warm_steps=0),
         "run.steps": 4,
-        "run.launcher": "inline",
-        "run.console": "off",
-        "run.checkpoint_every": 2,
-        "run.name": "run",
-        "rollout.group_size": 4,
-        "rollout.groups_per_step": 2,
+        **SMALL,
     }
     vocab_size = make_char_tokenizer(tmp_path / "blank", demo.LETTERS + ">")
     make_tiny_model(tmp_path / "blank", family="qwen3_moe", vocab_size=vocab_size, context_tokens=64)

@@ -10,9 +10,9 @@ import peft
 import pytest
 import torch
 from rank_tools import VOCAB_SIZE, make_batch, make_model, ranked, settings, single, within
+from run_tools import letters
 from safetensors.torch import load_file
 from test_ranks import MANY_THINGS, STEPS, assert_same_curve, assert_shared, counters, curve, published
-from test_whole_runs import letters
 from transformers import AutoModelForCausalLM
 from weight_tools import make_engine
 

@@ -8,8 +8,8 @@ import numpy as np
 import peft
 import pytest
 import torch
+from run_tools import SMALL, letters, train
 from safetensors.torch import load_file
-from test_whole_runs import letters
 
 import headrace
 from headrace import demo
@@ -24,14 +24,9 @@ from headrace.trainers.forward_check import plain_logprobs, probe_sample
 from headrace.trainers.logprobs import row_tensors, token_logprobs
 from headrace.trainers.torch_trainer import TorchTrainer
 
-SMALL = {
+SETTINGS = {
     "run.steps": 5,
-    "run.launcher": "inline",
-    "run.console": "off",
-    "run.checkpoint_every": 2,
-    "run.name": "run",
-    "rollout.group_size": 4,
-    "rollout.groups_per_step": 2,
+    **SMALL,
     "lora.rank": 4,
 }
 
@@ -39,11 +34,7 @@ SMALL = {
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return {**demo.prepare(tmp_path, warm_steps=10), **demo.ADAPTER_SETTINGS, **SMALL}
-
-
-def train(settings, **more):
-    return headrace.train(tasks=demo.tasks(64), reward=letters, settings=settings, **more)
+    return {**demo.prepare(tmp_path, warm_steps=10), **demo.ADAPTER_SETTINGS, **SETTINGS}
 
 
 @pytest.mark.parametrize("launcher", ["inline", "local"])

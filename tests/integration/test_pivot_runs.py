@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from run_tools import SMALL
 
 import headrace
 from headrace import demo
 from headrace.observe.jsonl import read_events
 
-SMALL = {
+SETTINGS = {
     "run.steps": 5,
-    "run.launcher": "inline",
-    "run.console": "off",
-    "run.checkpoint_every": 2,
-    "run.name": "run",
-    "rollout.group_size": 4,
-    "rollout.groups_per_step": 2,
+    **SMALL,
     "pivots.branches": 3,
     "pivots.options": {"segment_tokens": 1},
 }
@@ -24,7 +20,7 @@ SMALL = {
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return {**demo.prepare(tmp_path, warm_steps=10), **SMALL}
+    return {**demo.prepare(tmp_path, warm_steps=10), **SETTINGS}
 
 
 def train(settings):

@@ -6,19 +6,15 @@ import json
 
 import pytest
 import torch
+from run_tools import SMALL
 from safetensors.torch import load_file
 
 import headrace
 from headrace import demo
 
-SMALL = {
+SETTINGS = {
     "run.steps": 5,
-    "run.launcher": "inline",
-    "run.console": "off",
-    "run.checkpoint_every": 2,
-    "run.name": "run",
-    "rollout.group_size": 4,
-    "rollout.groups_per_step": 2,
+    **SMALL,
     "rollout.max_lag": 0,
     "algo.kl_coef": 0.5,
     "algo.options": {"kl.reference": "engine"},
@@ -29,7 +25,7 @@ SMALL = {
 def settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prepared = demo.prepare(tmp_path, warm_steps=0)
-    return {**prepared, **SMALL}
+    return {**prepared, **SETTINGS}
 
 
 def letters_a(completions: list[str], **_: object) -> list[float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from run_tools import SMALL, letters, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,30 +16,16 @@ from headrace import demo
 from headrace.errors import ConfigError
 from headrace.types import Trajectory
 
-SMALL = {
+SETTINGS = {
     "run.steps": 6,
-    "run.launcher": "inline",
-    "run.console": "off",
-    "run.checkpoint_every": 2,
-    "run.name": "run",
-    "rollout.group_size": 4,
-    "rollout.groups_per_step": 2,
+    **SMALL,
 }
 
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return {**demo.prepare(tmp_path, warm_steps=10), **SMALL}
-
-
-def letters(completions):
-    """Never the same for all attempts, so that every step moves the weights."""
-    return [sum(map(ord, text)) % 97 / 97 for text in completions]
-
-
-def train(settings, **more):
-    return headrace.train(tasks=demo.tasks(64), reward=letters, settings=settings, **more)
+    return {**demo.prepare(tmp_path, warm_steps=10), **SETTINGS}
 
 
 @pytest.mark.parametrize("mode", ["never", "drain", "abort", "block"])

@@ -29,10 +29,10 @@ from headrace.types import Sample, SamplingMask, TeacherScores
 
 NO_PARENT = -1
 MIN_SAVING = 0.04
-"""Share of the tokens below which sharing does not pay: it costs a second attention call per layer."""
-_NO_BOUND = np.iinfo(np.int64).max
+"""Share of the tokens below which sharing does not pay: a prefix's keys and values are laid out for every reader."""
 ROW_COST = 384
 """Tokens that could be computed in the time a row takes besides its own: all its gradients are added to the others'."""
+_NO_BOUND = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

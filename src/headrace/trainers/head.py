@@ -74,8 +74,8 @@ class HeadGradients:
         if self._of_weight_VH is not None:
             add_head_weight_gradient(self._of_weight_VH, grad_CV, hidden_CH)
         if self._of_bias_V is not None:
-            ones_C = grad_CV.new_ones(grad_CV.shape[0], dtype=torch.float32)
-            self._of_bias_V += (ones_C if factor_C is None else factor_C) @ grad_CV.float()
+            wide_CV = grad_CV.float()
+            self._of_bias_V += wide_CV.sum(0) if factor_C is None else factor_C @ wide_CV
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Of hidden states, weight (None: it is with the master, or not needed) and bias."""
