@@ -16,6 +16,7 @@ from headrace.bench.shapes import build_random_model
 from headrace.bench.train import Workload, random_samples
 from headrace.data.packing import pack
 from headrace.memory.architecture import examine
+from headrace.models import flash
 from headrace.models.float_residual import keep_float_residual
 from headrace.models.packed_attention import use_packed_attention
 from headrace.models.shared_prefix import segment_attention, segment_bounds
@@ -68,8 +69,16 @@ def masked_attention(
     [("plain", None), ("plain", 20), ("shared", None), ("shared", 20)],
     ids=["plain", "window", "shared", "window-shared"],
 )
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (12, 2, 128)])
-def test_attention_over_segments(row: str, window: int | None, heads: int, kv_heads: int, size: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (12, 2, 128), (4, 4, 80), (4, 1, 256)])
+@pytest.mark.parametrize("kernels", ["torch", "flash-attn-4"])
+def test_attention_over_segments(
+    row: str, window: int | None, heads: int, kv_heads: int, size: int, kernels: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if kernels == "torch":
+        monkeypatch.setattr(flash, "fast_kernels", lambda *_: None)
+    elif flash.fast_kernels(torch.device("cuda", 0), size) is None:
+        pytest.skip("flash-attn-4 is not installed, or not made for this")
     lengths, parents = ROWS[row]
     inputs = [
         torch.randn(sum(lengths), n, size, device="cuda").to(torch.bfloat16).requires_grad_()

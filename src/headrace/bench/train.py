@@ -126,7 +126,7 @@ def measure(
     clear()
     figures: dict[str, Any] = {
         "share_prefixes": share,
-        "num_tokens": sum(row.num_tokens for row in rows),
+        "num_tokens": sum(int(row.computed.sum()) for row in rows),
         "num_rows": len(rows),
         "row_tokens": row_tokens,
         "first_s": first_s,
@@ -201,7 +201,7 @@ def model_flops(model: PreTrainedModel, rows: Sequence[PackedRow]) -> float:
     linears = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    tokens = sum(row.num_tokens for row in rows)
+    tokens = sum(int(row.computed.sum()) for row in rows)
     loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
     pairs = sum(_attended_pairs(row) for row in rows)
     body = 2.0 * tokens * sum(linear.weight.numel() for linear in linears)
@@ -211,7 +211,7 @@ def model_flops(model: PreTrainedModel, rows: Sequence[PackedRow]) -> float:
 
 
 def _attended_pairs(row: PackedRow) -> float:
-    lengths = np.diff(row.cu_seqlens)
+    lengths = np.add.reduceat(row.computed.astype(np.int64), row.cu_seqlens[:-1])
     prefixes = np.where(row.parents < 0, 0, lengths[row.parents])
     return float((lengths * (lengths + 1) / 2 + lengths * prefixes).sum())
 

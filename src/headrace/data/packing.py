@@ -85,6 +85,17 @@ class PackedRow:
         return ~self.loss_mask & (num_before[:-1] > at_start)
 
     @property
+    def computed(self) -> np.ndarray:
+        """bool [T], all tokens but the last of each sequence: nothing is predicted from that, and nothing attends
+        to it."""
+        computed = np.ones(self.num_tokens, dtype=bool)
+        ends, lengths = self.cu_seqlens[1:] - 1, np.diff(self.cu_seqlens)
+        computed[ends[(np.arange(lengths.size) > self.parents.max(initial=NO_PARENT)) & (lengths > 1)]] = (
+            False
+        )
+        return computed
+
+    @property
     def num_sequences(self) -> int:
         return int(self.sample_index.shape[0])
 

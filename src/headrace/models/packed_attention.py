@@ -24,8 +24,9 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from headrace.errors import ModelError
+from headrace.models.flash import flash_fits
 from headrace.models.packed_layout import PackedLayout, Rectangle, build_layout
-from headrace.models.shared_prefix import flash_fits, segment_attention
+from headrace.models.shared_prefix import segment_attention
 
 __all__ = ["PACKED_ATTENTION", "PackedLayout", "build_layout", "packed_attention", "use_packed_attention"]
 

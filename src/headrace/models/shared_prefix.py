@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_MAX_HEAD_SIZE = 256
+from headrace.models.flash import Segments, flash_backward, flash_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +62,6 @@ def _tokens_read(lengths_S: np.ndarray, parents_S: np.ndarray, shared_S: np.ndar
     return np.repeat(firsts, sizes) + within
 
 
-def flash_fits(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the kernels take these tensors."""
-    size = query.shape[-1]
-    return (
-        query.dtype in (torch.bfloat16, torch.float16)
-        and size == value.shape[-1]
-        and size % 8 == 0
-        and size <= _MAX_HEAD_SIZE
-    )
-
-
 def segment_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -100,10 +89,7 @@ def segment_attention(
 class _Reading:
     """``SegmentBounds`` taken apart."""
 
-    queries: torch.Tensor
-    keys: torch.Tensor
-    longest: tuple[int, int]
-    """A segment's tokens and keys."""
+    segments: Segments
     tokens_R: torch.Tensor | None
     """Of the keys that are read; None: every token's once, in order."""
     starts: torch.Tensor | None
@@ -126,14 +112,13 @@ class _Reading:
         return total.index_add_(0, self.tokens_R, grad.double()).to(grad.dtype)
 
 
-def _reading(edges: torch.Tensor, counts: torch.Tensor) -> _Reading:
+def _reading(edges: torch.Tensor, counts: torch.Tensor, scale: float, window_left: int) -> _Reading:
     num_segments, longest, most_keys, num_tokens, num_keys = counts.tolist()
     sizes = [num_segments + 1, num_segments + 1]
-    if num_keys == num_tokens:
-        queries, keys = edges.split(sizes)
-        return _Reading(queries, keys, (longest, most_keys), None, None, None)
-    queries, keys, *others = edges.split([*sizes, num_keys, num_tokens + 1, num_keys])
-    return _Reading(queries, keys, (longest, most_keys), *others)
+    repeated = [num_keys, num_tokens + 1, num_keys] if num_keys > num_tokens else []
+    queries, keys, *others = edges.split(sizes + repeated)
+    segments = Segments(queries, keys, longest, most_keys, scale, window_left)
+    return _Reading(segments, *(others or (None, None, None)))
 
 
 @torch.library.custom_op("headrace::segment_attention", mutates_args=())
@@ -146,17 +131,8 @@ def _segment_attention(
     scale: float,
     window_left: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    reading = _reading(edges, counts)
-    return flash_forward(
-        query,
-        reading.laid_out(key),
-        reading.laid_out(value),
-        reading.queries,
-        reading.keys,
-        *reading.longest,
-        scale,
-        window_left,
-    )
+    reading = _reading(edges, counts, scale, window_left)
+    return flash_forward(query, reading.laid_out(key), reading.laid_out(value), reading.segments)
 
 
 @_segment_attention.register_fake
@@ -180,7 +156,7 @@ def _segment_attention_backward(
     scale: float,
     window_left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    reading = _reading(edges, counts)
+    reading = _reading(edges, counts, scale, window_left)
     of_query, of_keys, of_values = flash_backward(
         grad.contiguous(),
         query,
@@ -188,11 +164,7 @@ def _segment_attention_backward(
         reading.laid_out(value),
         out,
         lse,
-        reading.queries,
-        reading.keys,
-        *reading.longest,
-        scale,
-        window_left,
+        reading.segments,
     )
     return of_query, reading.gathered(of_keys), reading.gathered(of_values)
 
@@ -219,70 +191,3 @@ def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tens
 
 
 _segment_attention.register_autograd(_backward, setup_context=_keep_for_backward)
-
-
-def flash_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_bounds: torch.Tensor,
-    key_bounds: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
-    scale: float,
-    window_left: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp [Hq, T]. The last query of a segment sees its last key, each before it one less."""
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        query_bounds,
-        key_bounds,
-        longest_query,
-        longest_key,
-        0.0,
-        True,
-        False,
-        scale=scale,
-        window_size_left=window_left,
-        window_size_right=0,
-    )
-    return out, lse
-
-
-def flash_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    query_bounds: torch.Tensor,
-    key_bounds: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
-    scale: float,
-    window_left: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values."""
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    return torch.ops.aten._flash_attention_backward(
-        grad,
-        query,
-        key,
-        value,
-        out,
-        lse,
-        query_bounds,
-        key_bounds,
-        longest_query,
-        longest_key,
-        0.0,
-        True,
-        no_dropout,
-        torch.empty(0, device=query.device),
-        scale=scale,
-        window_size_left=window_left,
-        window_size_right=0,
-    )

@@ -5,7 +5,7 @@ the row's loss tokens at the temperatures they were sampled with, by ``whole_hea
 kept set (top-k, top-p, min-p) are valued over that set, by ``kept_head``. Both work on a chunk of tokens at a time,
 so that float32 [tokens, vocabulary] never exists whole. Logits are float32 whatever the model is computed in.
 
-Legend: T tokens of the row, N loss tokens, E those an environment wrote, H hidden size, V vocabulary.
+Legend: T tokens of the row that are computed, N loss tokens, E those an environment wrote, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class EnvironmentTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowTensors:
-    """A packed row on the device, reduced to its loss tokens where only those matter."""
+    """A packed row on the device, without the last token of each sequence, and reduced to its loss tokens where only
+    those matter."""
 
     token_ids_T: torch.Tensor
     position_ids_T: torch.Tensor
@@ -83,44 +84,49 @@ class TokenValues(NamedTuple):
 
 def row_tensors(row: PackedRow, *, device: torch.device | str, with_environment: bool = False) -> RowTensors:
     """``with_environment``: also what is needed to value the tokens that an environment wrote."""
-    loss_tokens = np.flatnonzero(row.loss_mask)
+    loss_tokens, computed = np.flatnonzero(row.loss_mask), row.computed
+    num_before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(computed)])
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
     return RowTensors(
-        token_ids_T=put(row.token_ids),
-        position_ids_T=put(row.position_ids),
-        layout=build_layout(np.diff(row.cu_seqlens), row.parents, device=device),
-        predictors_N=put(loss_tokens - 1),
+        token_ids_T=put(row.token_ids[computed]),
+        position_ids_T=put(row.position_ids[computed]),
+        layout=build_layout(np.diff(num_before[row.cu_seqlens]), row.parents, device=device),
+        predictors_N=put(num_before[loss_tokens - 1]),
         targets_N=put(row.token_ids[loss_tokens]),
         temperatures_N=put(row.temperatures[loss_tokens]),
         sequence_N=put(row.sequence[loss_tokens]),
-        sequence_T=put(row.sequence),
+        sequence_T=put(row.sequence[computed]),
         num_sequences=row.num_sequences,
         kept=None
         if row.sampling_mask is None
         else kept_sets(rows_at(row.sampling_mask, loss_tokens), device),
-        routes=_row_routes(row, device),
-        environment=_environment_tokens(row, device) if with_environment else None,
+        routes=_row_routes(row, computed, device),
+        environment=_environment_tokens(row, num_before, device) if with_environment else None,
     )
 
 
-def _environment_tokens(row: PackedRow, device: torch.device | str) -> EnvironmentTokens | None:
+def _environment_tokens(
+    row: PackedRow, num_before: np.ndarray, device: torch.device | str
+) -> EnvironmentTokens | None:
+    """``num_before``: computed tokens before each token."""
     places = np.flatnonzero(row.environment_mask)
     if not places.size:
         return None
-    predictors, targets = (torch.from_numpy(ids).to(device) for ids in (places - 1, row.token_ids[places]))
-    return EnvironmentTokens(predictors, targets)
+    given = num_before[places - 1], row.token_ids[places]
+    return EnvironmentTokens(*(torch.from_numpy(ids).to(device) for ids in given))
 
 
-def _row_routes(row: PackedRow, device: torch.device | str) -> RowRoutes | None:
+def _row_routes(row: PackedRow, computed: np.ndarray, device: torch.device | str) -> RowRoutes | None:
     if row.routes is None or row.routed is None:
         return None
     # Layers apart, so that each reads one piece of memory. Kernels know little of uint16; experts are below 2^15.
-    experts_MTK = np.ascontiguousarray(row.routes.swapaxes(0, 1))
+    experts_MTK = np.ascontiguousarray(row.routes[computed].swapaxes(0, 1))
     experts_MTK = experts_MTK.view(np.int16) if experts_MTK.dtype == np.uint16 else experts_MTK
-    return RowRoutes(torch.from_numpy(experts_MTK).to(device), torch.from_numpy(row.routed).to(device))
+    routed_T = torch.from_numpy(row.routed[computed])
+    return RowRoutes(torch.from_numpy(experts_MTK).to(device), routed_T.to(device))
 
 
 def token_logprobs(model: PreTrainedModel, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,8 +3,7 @@
 In: samples, and the rows of a step as they are computed. Out: metrics over all ranks. ``route_flips`` is the share
 of recorded tokens whose live choice of experts is another set than the recorded one, before the step's first update:
 layer by layer (of those with experts, counted from 0), as the mean over layers and in the worst one.
-``routing_fallback`` is the share of tokens that were routed live for want of a record; the last token of a sequence,
-which predicts nothing, does not count.
+``routing_fallback`` is the share of tokens that were routed live for want of a record.
 
 Legend: M mixture-of-experts layers.
 """
@@ -66,8 +65,7 @@ class RouteTally:
     def add(self, row: RowTensors, *, before_update: bool) -> None:
         """A row that was just computed. Sums stay on the device, so nothing waits for it."""
         routes = row.routes
-        # Nothing depends on how the last token of a sequence is routed, and it never has a record.
-        self._num_tokens += row.token_ids_T.numel() - row.num_sequences
+        self._num_tokens += row.token_ids_T.numel()
         if routes is None:
             return
         num_recorded = routes.recorded_T.sum()

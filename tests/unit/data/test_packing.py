@@ -84,6 +84,16 @@ def test_reference_logprobs_are_carried_only_when_complete() -> None:
     assert row.ref_logprobs is None
 
 
+def test_the_last_token_of_each_sequence_is_not_computed() -> None:
+    """Nothing is predicted from it. A prefix is followed by others, and one token alone is left to its row."""
+    (row,) = pack([sample(i, n) for i, n in enumerate([4, 1, 3])], row_tokens=100)
+    assert row.computed.tolist() == [True, True, True, False, True, True, True, False]
+    samples = [attempt(0, number, 6, sampled) for number, sampled in enumerate([3, 1])]
+    (row,) = pack(samples, row_tokens=100, share_prefixes=True)
+    assert np.flatnonzero(~row.computed).tolist() == [5 + 3, 5 + 4 + 1]
+    assert row.computed[np.flatnonzero(row.loss_mask) - 1].all()
+
+
 def test_impossible_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="row_tokens"):
         pack([], row_tokens=0)

@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.models import shared_prefix
+from headrace.models.flash import Segments
 from headrace.models.packed_attention import build_layout, use_packed_attention
 from headrace.models.shared_prefix import segment_attention, segment_bounds
 
@@ -23,12 +24,13 @@ ROWS = {
 }
 
 
-def dense_scores(query, key, query_bounds, key_bounds, scale, window_left):
+def dense_scores(query: torch.Tensor, key: torch.Tensor, segments: Segments) -> torch.Tensor:
     """[Hq, Tq, Tk], minus infinity where a query may not look."""
+    window_left = segments.window_left
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    scores = torch.einsum("qhd,khd->hqk", query, key) * segments.scale
     seen = torch.zeros(scores.shape[1:], dtype=torch.bool)
-    edges = zip(pairwise(query_bounds.tolist()), pairwise(key_bounds.tolist()), strict=True)
+    edges = zip(pairwise(segments.queries.tolist()), pairwise(segments.keys.tolist()), strict=True)
     for (q_start, q_end), (k_start, k_end) in edges:
         offset = (k_end - k_start) - (q_end - q_start)
         block = torch.ones(q_end - q_start, k_end - k_start, dtype=torch.bool).tril(offset)
@@ -36,25 +38,24 @@ def dense_scores(query, key, query_bounds, key_bounds, scale, window_left):
     return scores.masked_fill(~seen, -torch.inf)
 
 
-def dense_forward(
-    query, key, value, query_bounds, key_bounds, longest_query, longest_key, scale, window_left
-):
-    assert longest_query == query_bounds.diff().max() and longest_key == key_bounds.diff().max()
-    scores = dense_scores(query, key, query_bounds, key_bounds, scale, window_left)
+def dense_forward(query, key, value, segments):
+    longest = segments.queries.diff().max(), segments.keys.diff().max()
+    assert longest == (segments.longest_query, segments.longest_key)
+    scores = dense_scores(query, key, segments)
     lse = scores.logsumexp(-1)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     out = torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), value)
     return out, lse if query.dtype == torch.float64 else lse.float()
 
 
-def dense_backward(grad, query, key, value, out, lse, query_bounds, key_bounds, _q, _k, scale, window_left):
+def dense_backward(grad, query, key, value, out, lse, segments):
     """As the kernels do it: probabilities from the given log-sum-exp, the row term from the given output."""
-    scores = dense_scores(query, key, query_bounds, key_bounds, scale, window_left)
+    scores = dense_scores(query, key, segments)
     probs = (scores - lse[..., None]).exp().to(query.dtype)
     groups = query.shape[1] // key.shape[1]
     wide_key, wide_value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     row_term = (grad * out).sum(-1).T[..., None]
-    grad_scores = probs * (torch.einsum("qhd,khd->hqk", grad, wide_value) - row_term) * scale
+    grad_scores = probs * (torch.einsum("qhd,khd->hqk", grad, wide_value) - row_term) * segments.scale
 
     def narrow(wide: torch.Tensor) -> torch.Tensor:
         return wide.unflatten(1, (key.shape[1], groups)).sum(2)

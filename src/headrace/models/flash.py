@@ -1,0 +1,171 @@
+"""Flash attention over segments of uneven lengths, forward and backward.
+
+In: queries of all segments laid end to end, the keys and values each reads, and where both begin. Out: what every
+segment gives with causal attention, the last query of a segment seeing its last key and each before it one less;
+then the gradients. On Hopper and Blackwell flash-attn-4 computes it where it is installed (the extra ``flash``),
+elsewhere the kernels that torch brings along. The two agree up to the rounding of bfloat16.
+
+Legend: T queries, R keys, Hq query heads, Hk key-value heads, D head size, S segments.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from headrace.errors import ModelError
+
+_MAX_HEAD_SIZE = 256
+_MAX_FAST_SIZE = 128
+_FAST_CAPABILITIES = (9, 10)
+_FAST = "flash_attn.cute"
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Where they lie, and what a query sees."""
+
+    queries: torch.Tensor
+    """int32 [S + 1], edges of the segments' queries."""
+    keys: torch.Tensor
+    """The same of their keys."""
+    longest_query: int
+    longest_key: int
+    scale: float
+    window_left: int
+    """Keys before a query's own place that it sees; -1: all."""
+
+
+def flash_fits(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the kernels take these tensors."""
+    size = query.shape[-1]
+    return (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and size == value.shape[-1]
+        and size % 8 == 0
+        and size <= _MAX_HEAD_SIZE
+    )
+
+
+def flash_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, Hq, D] queries over [R, Hk, D] keys and values: output and log-sum-exp [Hq, T]."""
+    fast = fast_kernels(query.device, query.shape[-1])
+    if fast is not None:
+        out, lse, *_ = fast.forward(query, key, value, return_lse=True, **_fast_options(segments))
+        return out, lse.contiguous()
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        segments.queries,
+        segments.keys,
+        segments.longest_query,
+        segments.longest_key,
+        0.0,
+        True,
+        False,
+        scale=segments.scale,
+        window_size_left=segments.window_left,
+        window_size_right=0,
+    )
+    return out, lse
+
+
+def flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values."""
+    fast = fast_kernels(query.device, query.shape[-1])
+    if fast is not None:
+        of_query, of_key, of_value = fast.backward(
+            query, key, value, out, grad, lse, **_fast_options(segments)
+        )
+        return of_query, of_key, of_value
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        segments.queries,
+        segments.keys,
+        segments.longest_query,
+        segments.longest_key,
+        0.0,
+        True,
+        no_dropout,
+        torch.empty(0, device=query.device),
+        scale=segments.scale,
+        window_size_left=segments.window_left,
+        window_size_right=0,
+    )
+
+
+def _fast_options(segments: Segments) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": segments.queries,
+        "cu_seqlens_k": segments.keys,
+        "max_seqlen_q": segments.longest_query,
+        "max_seqlen_k": segments.longest_key,
+        "softmax_scale": segments.scale,
+        "causal": True,
+        "window_size_left": None if segments.window_left < 0 else segments.window_left,
+    }
+
+
+class FastKernels(NamedTuple):
+    """flash-attn-4's two functions."""
+
+    forward: Callable[..., tuple[Any, ...]]
+    backward: Callable[..., tuple[Any, ...]]
+
+
+@cache
+def fast_kernels(device: torch.device, head_size: int) -> FastKernels | None:
+    """Those for heads of this size; None: they are not installed, or not made for this device."""
+    if device.type != "cuda" or head_size > _MAX_FAST_SIZE or not _is_installed():
+        return None
+    if torch.cuda.get_device_capability(device)[0] not in _FAST_CAPABILITIES:
+        return None
+    # It compiles for seconds at first use, and keeps the result where it is told, but only if it is told.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault(
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path.home() / ".cache" / "headrace" / "flash")
+    )
+    try:
+        module = import_module(f"{_FAST}.interface")
+        return FastKernels(module._flash_attn_fwd, module._flash_attn_bwd)
+    except ImportError as error:
+        raise ModelError(
+            f"attention: flash-attn-4 is installed and cannot be imported ({error}); install headrace[flash] anew, "
+            "or uninstall flash-attn-4 to use torch's own kernels"
+        ) from error
+    except AttributeError as error:
+        raise ModelError(
+            f"attention: this version of flash-attn-4 is not known ({error}); install the one headrace[flash] asks for"
+        ) from error
+
+
+def _is_installed() -> bool:
+    try:
+        return find_spec(_FAST) is not None
+    except ModuleNotFoundError:
+        return False

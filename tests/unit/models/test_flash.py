@@ -1,0 +1,93 @@
+"""Which kernels compute attention over segments, and what they are told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.errors import ModelError
+from headrace.models import flash
+from headrace.models.flash import FastKernels, Segments, flash_backward, flash_forward
+
+CUDA = torch.device("cuda", 0)
+chosen: Callable[..., Any] = flash.fast_kernels.__wrapped__
+"""Without the memory of earlier answers."""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package in the place of flash-attn-4 on a Hopper GPU; its interface is yet to be written."""
+    home = tmp_path / "flash_attn" / "cute"
+    home.mkdir(parents=True)
+    for folder in (home, home.parent):
+        (folder / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for name in ("ENABLED", "DIR"):
+        monkeypatch.setenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}", "kept as it was")
+    return home / "interface.py"
+
+
+def test_torch_serves_where_nothing_else_is_installed_or_made_for(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed.write_text("_flash_attn_fwd = _flash_attn_bwd = print")
+    assert chosen(CUDA, 128) == (print, print)
+    assert chosen(torch.device("cpu"), 128) is None
+    assert chosen(CUDA, 256) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert chosen(CUDA, 128) is None
+    monkeypatch.setattr(flash, "_FAST", "no_such_package.cute")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert chosen(CUDA, 128) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import no_such_library", "no_such_library.*or uninstall"),
+        ("", "install the one headrace.flash. asks for"),
+    ],
+)
+def test_an_installation_that_cannot_be_used_is_said_and_not_passed_over(
+    text: str, said: str, installed: Path
+) -> None:
+    installed.write_text(text)
+    with pytest.raises(ModelError, match=said):
+        chosen(CUDA, 128)
+
+
+@pytest.mark.parametrize("window_left", [-1, 7])
+def test_the_fast_kernels_are_told_what_torch_is(window_left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    query, key, value = (torch.randn(5, heads, 8) for heads in (4, 2, 2))
+    lse = torch.randn(5, 4).T
+
+    def forward(*tensors: torch.Tensor, **options: Any) -> tuple[Any, ...]:
+        assert [x is y for x, y in zip(tensors, (query, key, value), strict=True)] == [True] * 3
+        assert options.pop("return_lse")
+        told.append(options)
+        return query, lse, None, None, None
+
+    def backward(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+        told.append(options)
+        assert tensors[3] is not tensors[4] and tensors[5].is_contiguous()
+        return tensors[:3]
+
+    monkeypatch.setattr(flash, "fast_kernels", lambda *_: FastKernels(forward, backward))
+    edges = torch.tensor([0, 2, 5], dtype=torch.int32)
+    segments = Segments(edges, edges, 3, 3, 0.5, window_left)
+    out, found = flash_forward(query, key, value, segments)
+    assert torch.equal(found, lse) and found.is_contiguous()
+    grads = flash_backward(torch.ones_like(out), query, key, value, out, found, segments)
+    assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
+    assert told[0] == told[1]
+    assert told[0]["window_size_left"] == (None if window_left < 0 else window_left)
+    assert told[0]["causal"] and told[0]["softmax_scale"] == 0.5
