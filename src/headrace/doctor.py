@@ -84,6 +84,11 @@ def _machine() -> Iterator[Finding]:
     yield Finding(check="processors", verdict=enough, detail=f"{cores} core(s){advice}")
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield Finding(check="accelerators", verdict="ok", detail=", ".join(gpus) or "none: the CPU path is used")
+    if gpus:
+        from headrace.models.flash import kernels_in_use
+
+        kernels = kernels_in_use(torch.device("cuda", 0), 128)
+        yield Finding(check="attention", verdict="ok", detail=f"trained by the kernels of {kernels}")
     root = segment_root()
     free = shutil.disk_usage(root).free
     yield Finding(

@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from rich.table import Table
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from headrace.bench.shapes import SHAPES, create_random_model
+from headrace.bench.shapes import SHAPES, create_random_model, shape_config
 from headrace.data.packing import PackedRow, pack
+from headrace.models.flash import kernels_in_use
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.blocks import decoder_layers
 from headrace.trainers.torch_trainer import TorchTrainer
@@ -85,6 +86,7 @@ def run(
     return {
         "shape": shape,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "attention": kernels_in_use(torch.device(device), _head_size(shape_config(shape))),
         "matmul_tflops": rate / 1e12,
         "repeats": repeats,
         **asdict(workload),
@@ -199,8 +201,7 @@ def model_flops(model: PreTrainedModel, rows: Sequence[PackedRow]) -> float:
     (scores and values), times three: once forward, twice backward. The head is run on loss tokens only."""
     layers = decoder_layers(model)
     linears = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config, head_dim = model.config, _head_size(model.config)
     tokens = sum(int(row.computed.sum()) for row in rows)
     loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
     pairs = sum(_attended_pairs(row) for row in rows)
@@ -208,6 +209,10 @@ def model_flops(model: PreTrainedModel, rows: Sequence[PackedRow]) -> float:
     head = 2.0 * loss_tokens * model.get_output_embeddings().weight.numel()
     attention = 4.0 * pairs * config.num_attention_heads * head_dim * len(layers)
     return 3 * (body + head + attention)
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _attended_pairs(row: PackedRow) -> float:

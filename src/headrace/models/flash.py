@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,6 +162,13 @@ def fast_kernels(device: torch.device, head_size: int) -> FastKernels | None:
         raise ModelError(
             f"attention: this version of flash-attn-4 is not known ({error}); install the one headrace[flash] asks for"
         ) from error
+
+
+def kernels_in_use(device: torch.device, head_size: int) -> str:
+    """Name and version of what computes attention on a GPU."""
+    if fast_kernels(device, head_size) is None:
+        return f"torch {torch.__version__}"
+    return f"flash-attn-4 {metadata.version('flash-attn-4')}"
 
 
 def _is_installed() -> bool:
