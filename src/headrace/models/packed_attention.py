@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from headrace.errors import ModelError
 from headrace.models.flash import flash_fits
@@ -39,19 +39,15 @@ _HARMLESS = frozenset(
 
 def use_packed_attention(model: PreTrainedModel) -> None:
     """Make ``model`` compute packed rows; its forward then needs the keyword ``packed_layout``."""
+    # Without a mask function of its own: the layout says everything a mask would, and to make one transformers would
+    # look at the positions, for which the host has to wait until a GPU has done all that it was given before.
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)
     model.set_attn_implementation(PACKED_ATTENTION)
     if model.config._attn_implementation != PACKED_ATTENTION:
         raise ModelError(
             f"model: {type(model).__name__} does not use transformers' attention interface, so packed rows "
             "cannot be computed; choose a model that does"
         )
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The layout says everything a mask would."""
-    return None
 
 
 def packed_attention(

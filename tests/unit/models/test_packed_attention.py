@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
 from headrace.errors import ModelError
 from headrace.models.packed_attention import build_layout, use_packed_attention
@@ -103,3 +103,17 @@ def test_an_argument_that_would_be_ignored_is_refused() -> None:
             packed_layout=build_layout([4]),
             position_bias=torch.zeros(1, 4, 4, 4),
         )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_value_on_the_device_is_waited_for_to_make_a_mask(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers looks for packed sequences in the positions, and would have to wait for a GPU at every row."""
+    model = tiny(family)
+    use_packed_attention(model)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda *_: pytest.fail("it looked"))
+    lengths = [3, 5]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    layout = build_layout(lengths)
+    model(torch.arange(8)[None], position_ids=positions, packed_layout=layout, use_cache=False)
