@@ -4,11 +4,11 @@ Program (head k, span s, row b) attends the G query heads of key-value head k to
 The row's own key and value, which are not in the pool yet, are the business of its last span: that puts them there and
 counts them in without reading them back. How many spans are really used depends on the row's length: a short row is
 one span, written straight to the output. Otherwise each span leaves a partial result, and the program that is last
-to do so makes the output of all of them, in their order, so that it does not matter which one is last. With SHARED a
-row's spans begin behind its shared prefix, and the first goes on from what ``prefix_kernel`` left of that.
+to do so makes the output of all of them. With SHARED a row's spans begin behind its shared prefix, whose parts
+are further partial results: ``prefix_kernel`` leaves them, and may be the last itself.
 
 Shape legend: G query heads of a key-value head, P the same padded to a power of two, N key-value rows of a
-tile, D key head dim, E value head dim, C spans.
+tile, D key head dim, E value head dim.
 """
 
 # mypy: allow-incomplete-defs
@@ -19,23 +19,16 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.pool import attend_rows, scaled
-from headrace.kernels.prefix import joined, part_state, rows_of_part
-
-
-@triton.jit
-def spans_of(
-    past,
-    prefix,
-    num_spans,
-    WINDOW: tl.constexpr,
-    MIN_SPAN: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """The first key-value row that is read here of a query with so many ``past`` ones, the rows of a span, and the
-    number of spans used."""
-    first = tl.maximum(past + 1 - WINDOW, 0) if WINDOW > 0 else prefix
-    span_rows = tl.maximum(tl.cdiv(past - first, num_spans * TILE) * TILE, MIN_SPAN)
-    return first, span_rows, tl.maximum(tl.cdiv(past - first, span_rows), 1)
+from headrace.kernels.states import (
+    all_spans,
+    is_last,
+    joined,
+    leave_state,
+    parts_of,
+    spans_of,
+    with_parts,
+    write_lines,
+)
 
 
 # A number that is one, or a multiple of sixteen, would otherwise be a kernel of its own.
@@ -72,10 +65,6 @@ def decode_kernel(
     # Asked for here and used behind the loop, which hides the wait.
     value_E = tl.load(value_at + dims_E, mask=has_own & (dims_E < E), other=0.0)
     own_block = tl.load(table + past // S, mask=has_own, other=0).to(tl.int64)
-    line_P, seen = row * K * G + head * G + heads_P, tl.where(span == 0, prefix, 0)
-    if SHARED:
-        # So is this; most prefixes are one part.
-        known = part_state(0, num_parts, line_P, real_P & (seen > 0), prefix_sums, prefix_stats, E, E_PAD)
     top_P = tl.full([P], float("-inf"), tl.float32)
     total_P = tl.zeros([P], tl.float32)
     sum_PE = tl.zeros([P, E_PAD], tl.float32)
@@ -89,25 +78,26 @@ def decode_kernel(
     top_P, total_P, sum_PE = with_own_row(
         query_PD, key_D, value_E, has_own, scale, top_P, total_P, sum_PE, SOFTCAP
     )
-    if SHARED:
-        top_P, total_P, sum_PE = joined(top_P, total_P, sum_PE, known[0], known[1], known[2])
-        for part in range(1, tl.cdiv(seen, tl.maximum(rows_of_part(prefix, num_parts), 1))):
-            more = part_state(part, num_parts, line_P, real_P, prefix_sums, prefix_stats, E, E_PAD)
-            top_P, total_P, sum_PE = joined(top_P, total_P, sum_PE, more[0], more[1], more[2])
 
-    if num_used > 1:
-        leave_span(
+    line_P = row * K * G + head * G + heads_P
+    num_used_parts = parts_of(prefix, num_parts)[1] if SHARED else 0
+    if num_used + num_used_parts > 1:
+        leave_state(
             span, num_spans, line_P, real_P, top_P, total_P, sum_PE, partial_sums, partial_stats, E, E_PAD
         )
-        if not is_last(arrived + row * K + head, num_used):
+        if not is_last(arrived + row * K + head, num_used + num_used_parts):
             return
-        total_P, sum_PE = all_spans(
-            num_used, num_spans, line_P, real_P, partial_sums, partial_stats, E, E_PAD
-        )
-    out_at = out + row * out_stride_b + (head * G + heads_P)[:, None] * out_stride_h + dims_E[None, :]
-    # A padding row has seen nothing: its sum is zero and so is what is written.
-    made_PE = sum_PE / tl.where(total_P > 0.0, total_P, 1.0)[:, None]
-    tl.store(out_at, made_PE, mask=real_P[:, None] & (dims_E < E)[None, :])
+        if num_used > 1:
+            top_P, total_P, sum_PE = all_spans(
+                num_used, num_used, num_spans, line_P, real_P, partial_sums, partial_stats, E, E_PAD
+            )
+        if SHARED:
+            top_P, total_P, sum_PE = with_parts(
+                top_P, total_P, sum_PE, num_used_parts, num_parts, line_P, real_P, prefix_sums, prefix_stats,
+                E, E_PAD,
+            )  # fmt: skip
+    out_at_P = out + row * out_stride_b + (head * G + heads_P) * out_stride_h
+    write_lines(out_at_P, real_P, total_P, sum_PE, E, E_PAD)
 
 
 @triton.jit
@@ -118,37 +108,3 @@ def with_own_row(query_PD, key_D, value_E, has_own, scale, top_P, total_P, sum_P
     weight_P = tl.where(own_P > float("-inf"), 1.0, 0.0)
     value_PE = tl.zeros_like(sum_PE) + value_E[None, :].to(tl.float32)
     return joined(top_P, total_P, sum_PE, own_P, weight_P, value_PE)
-
-
-@triton.jit
-def leave_span(
-    span, num_spans, line_P, real_P, top_P, total_P, sum_PE, sums, stats, E: tl.constexpr, E_PAD: tl.constexpr
-):
-    """Where ``part_state`` finds it."""
-    dims_E = tl.arange(0, E_PAD)
-    slot_P = line_P * num_spans + span
-    sum_at = sums + slot_P[:, None] * E + dims_E[None, :]
-    tl.store(sum_at, sum_PE, mask=real_P[:, None] & (dims_E < E)[None, :])
-    tl.store(stats + slot_P * 2, top_P, mask=real_P)
-    tl.store(stats + slot_P * 2 + 1, total_P, mask=real_P)
-
-
-@triton.jit
-def is_last(counter, num_used):
-    """Whether all others have been here, and what they stored before can be read; the counter is zero again then."""
-    # What all threads have stored comes before the arrival of any.
-    tl.debug_barrier()
-    last = tl.atomic_add(counter, 1, sem="acq_rel") == num_used - 1
-    if last:
-        tl.store(counter, 0)
-    return last
-
-
-@triton.jit
-def all_spans(num_used, num_spans, line_P, real_P, sums, stats, E: tl.constexpr, E_PAD: tl.constexpr):
-    """Total weight and weighted sum of values over the spans of a row."""
-    top_P, total_P, sum_PE = part_state(0, num_spans, line_P, real_P, sums, stats, E, E_PAD)
-    for span in range(1, num_used):
-        more = part_state(span, num_spans, line_P, real_P, sums, stats, E, E_PAD)
-        top_P, total_P, sum_PE = joined(top_P, total_P, sum_PE, more[0], more[1], more[2])
-    return total_P, sum_PE

@@ -4,8 +4,9 @@ In: queries, keys and values of a pass, the pool of one layer, block tables and 
 the device. Out: written into a tensor the caller owns; keys and values are in the pool then. Grids depend on shapes
 and static limits alone.
 
-Rows that share a prefix may have it read once for all of them: a first kernel attends them to the prefix
-together and leaves what it found in the workspace, where the decode kernel takes it up.
+Rows that share a prefix may have it read once for all of them: a second kernel attends them to the prefix
+together, while the decode kernel attends each to what it has for itself. Both leave what they find in the
+workspace, and whichever is last with a row makes its output.
 
 Shape legend: B decode rows or blocks, H query heads, K key-value heads, G = H / K, D key head dim, E value head
 dim, S rows of a block, W = K * (D + E).
@@ -13,7 +14,9 @@ dim, S rows of a block, W = K * (D + E).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +25,9 @@ import triton
 from headrace.kernels.decode import decode_kernel
 from headrace.kernels.paged_attention import prefill_shape
 from headrace.kernels.pool import padded_dim
-from headrace.kernels.prefix import PART_STEP, prefix_kernel
+from headrace.kernels.prefix import prefix_kernel
 from headrace.kernels.shared_prefixes import MAX_MEMBERS, SharedPrefixes
+from headrace.kernels.states import PART_STEP
 
 _MAX_SPANS = 32
 _MIN_SPAN = 256
@@ -37,7 +41,7 @@ _PREFIX_STATES = 512
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Where the spans of a decode pass leave their partial results; one serves every layer of a stream."""
+    """Where the pieces of a decode pass leave their partial results; one serves every layer of a stream."""
 
     max_length: int
     """The longest sequence a row may have."""
@@ -46,10 +50,12 @@ class DecodeWorkspace:
     sums: torch.Tensor
     stats: torch.Tensor
     arrived: torch.Tensor
-    """Spans that have left theirs, by row and key-value head; zero between launches."""
+    """Spans and parts that have left theirs, by row and key-value head; zero between passes."""
     num_prefix_states: int
     prefix_sums: torch.Tensor
     prefix_stats: torch.Tensor
+    side: torch.cuda.Stream | None
+    """Where prefixes are attended meanwhile; none where kernels are interpreted."""
 
     def num_spans(self, num_pairs: int) -> int:
         """Spans a row is split into at most, for this many pairs of a row and a key-value head; a power of two,
@@ -72,8 +78,8 @@ def decode_workspace(
     if device.type == "cuda":
         num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     num_programs = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
-    # ``num_spans`` makes at most twice as many programs as fill the chip.
-    num_slots = min(2 * num_programs, max_rows * _MAX_SPANS)
+    # ``num_spans`` makes at most twice as many programs as fill the chip, or a span a row, left where it has a prefix.
+    num_slots = max(max_rows, min(2 * num_programs, max_rows * _MAX_SPANS))
     num_prefix_states = max(_PREFIX_STATES, max_rows)
 
     def floats(count: int) -> torch.Tensor:
@@ -88,6 +94,8 @@ def decode_workspace(
         num_prefix_states=num_prefix_states,
         prefix_sums=floats(num_prefix_states * value_dim),
         prefix_stats=floats(num_prefix_states * 2),
+        # Its few programs come first, or they would wait for most of the others and be the tail of the pass.
+        side=torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None,
     )
 
 
@@ -117,58 +125,36 @@ def decode_attention(
     group = num_heads // num_kv_heads
     shared = None if window else shared
     tile, num_warps, num_stages = _decode_shape(key_dim, pool_BSW.dtype, num_spans, shared is not None)
-    values = {"E": value_dim, "E_PAD": padded_dim(value_dim)}
-    spans = {
-        "WINDOW": window or 0,
-        "SHARED": shared is not None,
-        "MIN_SPAN": _MIN_HALF if num_spans == 2 else _MIN_SPAN,
-    }
     heads = {
         "K": num_kv_heads,
         "G": group,
         "D": key_dim,
         "D_PAD": padded_dim(key_dim),
+        "E": value_dim,
+        "E_PAD": padded_dim(value_dim),
         "S": pool_BSW.shape[1],
         "SOFTCAP": softcap or 0.0,
         "EXACT": pool_BSW.dtype == torch.float32,
+        "MIN_SPAN": _MIN_HALF if num_spans == 2 else _MIN_SPAN,
     }
-    if shared is not None:
-        _attend_prefixes(query_BHD, pool_BSW, tables, table_rows_B, shared, scale, workspace, heads | values)
-    begins_B = lengths_B if shared is None else shared.begins
-    decode_kernel[(num_kv_heads, num_spans, num_rows)](
-        query_BHD,
-        key_BKD,
-        value_BKE,
-        pool_BSW,
-        tables,
-        table_rows_B,
-        lengths_B,
-        out_BHE,
-        workspace.sums,
-        workspace.stats,
-        workspace.arrived,
-        begins_B,
-        workspace.prefix_sums,
-        workspace.prefix_stats,
-        workspace.num_prefix_parts(num_rows),
-        scale,
-        query_BHD.stride(0),
-        query_BHD.stride(1),
-        key_BKD.stride(0),
-        key_BKD.stride(1),
-        value_BKE.stride(0),
-        value_BKE.stride(1),
-        out_BHE.stride(0),
-        out_BHE.stride(1),
+    attend_own = partial(
+        decode_kernel[(num_kv_heads, num_spans, num_rows)],
+        query_BHD, key_BKD, value_BKE, pool_BSW, tables, table_rows_B, lengths_B, out_BHE,
+        workspace.sums, workspace.stats, workspace.arrived, lengths_B if shared is None else shared.begins,
+        workspace.prefix_sums, workspace.prefix_stats, workspace.num_prefix_parts(num_rows), scale,
+        *query_BHD.stride()[:2], *key_BKD.stride()[:2], *value_BKE.stride()[:2], *out_BHE.stride()[:2],
         tables.stride(0),
-        P=max(16, triton.next_power_of_2(group)),
-        TILE=tile,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **heads,
-        **values,
-        **spans,
-    )
+        P=max(16, triton.next_power_of_2(group)), WINDOW=window or 0, SHARED=shared is not None, TILE=tile,
+        num_warps=num_warps, num_stages=num_stages, **heads,
+    )  # fmt: skip
+    if shared is None:
+        attend_own()
+        return
+    attend_prefixes = partial(
+        _attend_prefixes, query_BHD, pool_BSW, tables, table_rows_B, lengths_B, shared, scale, out_BHE, workspace,
+        heads | {"SPAN_STEP": tile}, num_spans,
+    )  # fmt: skip
+    _side_by_side(attend_prefixes, attend_own, workspace.side)
 
 
 def _attend_prefixes(
@@ -176,15 +162,20 @@ def _attend_prefixes(
     pool_BSW: torch.Tensor,
     tables: torch.Tensor,
     table_rows_B: torch.Tensor,
+    lengths_B: torch.Tensor,
     shared: SharedPrefixes,
     scale: float,
+    out_BHE: torch.Tensor,
     workspace: DecodeWorkspace,
     heads: dict[str, Any],
+    num_spans: int,
 ) -> None:
-    """Leave in the workspace what the rows of each piece find in the prefix they share."""
-    num_rows, most_lines = query_BHD.shape[0], MAX_MEMBERS * heads["G"]
+    """Attend the rows of each piece to the prefix they share, while they are attended to what they have themselves."""
+    num_rows, heads_padded = query_BHD.shape[0], triton.next_power_of_2(heads["G"])
     most_rows, tile, num_warps, num_stages = prefill_shape(heads["D"], pool_BSW.dtype)
-    lines = min(most_rows, max(16, triton.next_power_of_2(most_lines)))
+    most_lines = MAX_MEMBERS * heads_padded
+    # A program has whole members, however many heads they have.
+    lines = max(16, heads_padded, min(most_rows, most_lines))
     # Programs for full pieces; where there are more, smaller ones, each takes several.
     grid = (
         heads["K"] * triton.cdiv(most_lines, lines),
@@ -192,26 +183,29 @@ def _attend_prefixes(
         triton.cdiv(num_rows, MAX_MEMBERS),
     )
     prefix_kernel[grid](
-        query_BHD,
-        pool_BSW,
-        tables,
-        table_rows_B,
-        shared.begins,
-        shared.members,
-        shared.starts,
-        shared.num_pieces,
-        workspace.prefix_sums,
-        workspace.prefix_stats,
-        scale,
-        query_BHD.stride(0),
-        query_BHD.stride(1),
-        tables.stride(0),
-        M=lines,
-        TILE=tile,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **heads,
-    )
+        query_BHD, pool_BSW, tables, table_rows_B, lengths_B, out_BHE,
+        shared.begins, shared.members, shared.starts, shared.num_pieces,
+        workspace.prefix_sums, workspace.prefix_stats, workspace.arrived, workspace.sums, workspace.stats, num_spans,
+        scale, *query_BHD.stride()[:2], *out_BHE.stride()[:2], tables.stride(0),
+        Q=heads_padded, M=lines, TILE=tile, num_warps=num_warps, num_stages=num_stages, **heads,
+    )  # fmt: skip
+
+
+def _side_by_side(
+    attend_prefixes: Callable[[], object], attend_own: Callable[[], object], side: torch.cuda.Stream | None
+) -> None:
+    """Both launched to run at once, in this stream and at its side; what this stream is given afterwards waits for
+    both, so that memory they use may be freed then. In a CUDA graph they are two branches."""
+    if side is None:
+        attend_prefixes()
+        attend_own()
+        return
+    here = torch.cuda.current_stream(side.device)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        attend_prefixes()
+    attend_own()
+    here.wait_stream(side)
 
 
 def _decode_shape(key_dim: int, dtype: torch.dtype, num_spans: int, is_shared: bool) -> tuple[int, int, int]:

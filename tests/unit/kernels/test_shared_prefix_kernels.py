@@ -19,6 +19,7 @@ from kernel_cases import (
 
 require_kernels()
 
+from headrace.kernels import decode_attention as module  # noqa: E402
 from headrace.kernels.decode_attention import decode_attention, decode_workspace  # noqa: E402
 from headrace.kernels.shared_prefixes import SharedPrefixes  # noqa: E402
 
@@ -40,9 +41,14 @@ def shared_prefixes(num_rows, pieces):
     return SharedPrefixes(*(tensor.to(DEVICE) for tensor in (begins, members, starts, num_pieces)))
 
 
-def decode(heads, lengths, pieces, *, seed=0, workspace=None, **options):
-    """Relative error of a pass over sequences of these lengths (0: a padding row), of which each piece (sequences,
-    prefix) shares a prefix. Rows come in a random order."""
+def decode(heads, lengths, pieces, **options):
+    """Relative error of a pass."""
+    return relative_error(*outputs(heads, lengths, pieces, **options))
+
+
+def outputs(heads, lengths, pieces, *, seed=0, workspace=None, **options):
+    """What a pass over sequences of these lengths (0: a padding row) returns, and what it should, where each piece
+    (sequences, prefix) shares a prefix. Rows come in a random order."""
     generator = torch.Generator().manual_seed(seed)
     cache = make_cache(heads, [max(length, 1) for length in lengths], generator)
     if not options.get("window"):
@@ -75,12 +81,26 @@ def decode(heads, lengths, pieces, *, seed=0, workspace=None, **options):
     assert torch.equal(cache.pool_BSW.nan_to_num(7.0), whole.nan_to_num(7.0)), (
         "keys and values in their places"
     )
+    assert not workspace.arrived.any(), "counters are zero between passes"
     expected = torch.zeros(out.shape, dtype=torch.float64)
     for row, sequence in enumerate(order.tolist()):
         if length := lengths[sequence]:
             key, value = cache.keys[sequence], cache.values[sequence]
             expected[row] = attend(query[row : row + 1], key, value, length - 1, scale=scale, **options)[0]
-    return relative_error(out, expected)
+    return out, expected
+
+
+SPANS_AND_PARTS = (
+    pytest.param(
+        Heads(7, 1, 32, 32),
+        [1000, 385, 931, 70, 0, 800],
+        [([0, 1, 2], 384)],
+        id="several spans and several parts",
+    ),
+    pytest.param(
+        Heads(40, 1, 16, 16), [50, 49, 61], [([0, 1, 2], 48)], id="more heads a row than a tile has lines"
+    ),
+)
 
 
 @pytest.mark.parametrize(
@@ -121,10 +141,41 @@ def decode(heads, lengths, pieces, *, seed=0, workspace=None, **options):
             id="many small pieces",
         ),
         pytest.param(Heads(7, 1, 32, 32), [20, 300], [], id="no piece at all"),
+        *SPANS_AND_PARTS,
     ],
 )  # fmt: skip
 def test_rows_with_a_shared_prefix_match_float64(heads, lengths, pieces):
     assert decode(heads, lengths, pieces) < TOLERANCE[heads.dtype]
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "pieces"),
+    [
+        *SPANS_AND_PARTS,
+        pytest.param(
+            Heads(12, 2, 64, 64, HALF), [60 + i for i in range(9)], [(list(range(8)), 48)], id="one span and one part"
+        ),
+        pytest.param(
+            Heads(32, 2, 16, 16), [40] * 13, [(list(range(8)), 32), (list(range(8, 12)), 16)],
+            id="more lines than a tile has",
+        ),
+    ],
+)  # fmt: skip
+def test_it_does_not_matter_who_is_last_with_a_row(monkeypatch, heads, lengths, pieces):
+    """Programs on a GPU end in any order; here either kernel is the last with every row."""
+    finished_by_own, expected = outputs(heads, lengths, pieces)
+    order = []
+
+    def other_way_round(attend_prefixes, attend_own, _side):
+        for launch in (attend_own, attend_prefixes):
+            launch()
+            order.append(launch)
+
+    monkeypatch.setattr(module, "_side_by_side", other_way_round)
+    finished_by_prefixes, _ = outputs(heads, lengths, pieces)
+    assert len(order) == 2
+    assert relative_error(finished_by_own, expected) < TOLERANCE[heads.dtype]
+    assert torch.equal(finished_by_own, finished_by_prefixes)
 
 
 def test_a_soft_cap_holds_for_prefixes_too():
