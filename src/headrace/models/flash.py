@@ -11,6 +11,7 @@ Legend: T queries, R keys, Hq query heads, Hk key-value heads, D head size, S se
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -151,6 +152,8 @@ def fast_kernels(device: torch.device, head_size: int) -> FastKernels | None:
     os.environ.setdefault(
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path.home() / ".cache" / "headrace" / "flash")
     )
+    # What it says of an argument of its own each time it compiles.
+    warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
     try:
         module = import_module(f"{_FAST}.interface")
         return FastKernels(module._flash_attn_fwd, module._flash_attn_bwd)
