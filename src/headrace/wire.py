@@ -138,7 +138,8 @@ def _frame(tree: Any, encoder: _Encoder) -> bytes:
     text += b" " * (-len(text) % 8)
     of_code = [encoder.arrays.get(code, ()) for code in _DTYPES]
     counts = [sum(map(len, arrays)) for arrays in of_code]
-    return b"".join([_HEADER.pack(len(text), *counts), text, *chain.from_iterable(of_code)])
+    pieces: list[Any] = [_HEADER.pack(len(text), *counts), text, *chain.from_iterable(of_code)]
+    return b"".join(pieces)
 
 
 def _tree(encoder: _Encoder, value: Any) -> Any:

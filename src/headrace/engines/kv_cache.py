@@ -3,7 +3,8 @@
 In: requests for blocks, and digests of the tokens a block holds (chained over everything before it).
 Out: block ids. Block 0 is never given out: padding is written there. A block is in exactly one place:
 in use (reference count above zero), kept (count zero, pinned by a hold), cached (count zero, found by its digest),
-or free. Pins give way when every other block is in use: ``allocate`` then has ``give_up`` take some away.
+or free. Those that are let go of are put away when the next is asked for, or in a quiet moment (``tidy``): hundreds of
+requests may end in one pass, and what they sampled must not wait for their blocks. Pins give way when every other block is in use: ``allocate`` then has ``give_up`` take some away.
 
 A block's version is that of its oldest row. Only full blocks written wholly under the current version
 are found by digest; ``forget`` makes every block unfindable that was computed with the weights that change.
@@ -48,6 +49,8 @@ class BlockPool:
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._leaving: list[list[int]] = []
+        """Blocks that were let go of and still count as held."""
         self._pins = [0] * num_blocks
         self._kept: set[int] = set()
         self.give_up: Callable[[], None] = lambda: None
@@ -61,6 +64,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that ``allocate`` can give, cached and kept ones included."""
+        self.tidy()
         return len(self._free) + len(self._idle) + len(self._kept)
 
     def version(self, block: int) -> int:
@@ -68,6 +72,7 @@ class BlockPool:
 
     def allocate(self, version: int, adapter: int = 0) -> int | None:
         """A block that is about to be written under ``version`` of an adapter; None when every block is in use."""
+        self.tidy()
         while self._kept and not (self._free or self._idle):
             self.give_up()
         if self._free:
@@ -98,11 +103,21 @@ class BlockPool:
         return block
 
     def release(self, blocks: list[int]) -> None:
-        """Let go of blocks, the last first, so that a chain is evicted from its end."""
-        for block in reversed(blocks):
-            self._counts[block] -= 1
-            assert self._counts[block] >= 0, f"block {block} was released more often than held"
-            self._put_away(block)
+        """Let go of blocks, the last first, so that a chain is evicted from its end. The list is not to change."""
+        self._leaving.append(blocks)
+
+    def tidy(self) -> None:
+        """Put away what was let go of."""
+        if not self._leaving:
+            return
+        leaving, self._leaving = self._leaving, []
+        counts = self._counts
+        for blocks in leaving:
+            for block in reversed(blocks):
+                counts[block] -= 1
+                if counts[block] <= 0:
+                    assert counts[block] == 0, f"block {block} was released more often than held"
+                    self._put_away(block)
 
     def pin(self, digests: Sequence[bytes]) -> list[int]:
         """Keep the blocks with these contents findable while nobody uses them; ends at the first that is not there."""
@@ -132,11 +147,19 @@ class BlockPool:
 
     def forget(self, adapter: int = 0) -> None:
         """No block written so far with this adapter may be found again: its weights changed."""
-        for block in [block for block in self._digest_of if self._adapters[block] == adapter]:
-            self._unlist(block)
-            if block in self._idle:
-                del self._idle[block]
-                self._free.append(block)
+        idle, adapters = self._idle, self._adapters
+        unfindable = [block for block in self._digest_of if adapters[block] == adapter]
+        unused = [block for block in unfindable if block in idle]
+        if len(unfindable) == len(self._digest_of):
+            # As ever where there is one policy: block by block it takes a moment for which all would wait.
+            self._digest_of.clear()
+            self._block_of.clear()
+        else:
+            for block in unfindable:
+                self._unlist(block)
+        for block in unused:
+            del idle[block]
+        self._free += unused
 
     def _put_away(self, block: int) -> None:
         """Where a block goes when somebody has let go of it."""

@@ -150,6 +150,10 @@ class TorchEngine:
         """Hold the blocks of these finished requests no longer; ids that are not held are ignored."""
         self._holds.release(request_ids)
 
+    def tidy(self) -> None:
+        """Do now what else would be done when the next request needs it."""
+        self._pool.tidy()
+
     def started_ids(self) -> list[str]:
         return [name for name, sequence in self._live.items() if sequence.started]
 
