@@ -89,11 +89,18 @@ class PackedRow:
         """bool [T], all tokens but the last of each sequence: nothing is predicted from that, and nothing attends
         to it."""
         computed = np.ones(self.num_tokens, dtype=bool)
-        ends, lengths = self.cu_seqlens[1:] - 1, np.diff(self.cu_seqlens)
-        computed[ends[(np.arange(lengths.size) > self.parents.max(initial=NO_PARENT)) & (lengths > 1)]] = (
-            False
-        )
+        computed[self.cu_seqlens[1:][self._ends_uncomputed] - 1] = False
         return computed
+
+    @property
+    def num_computed(self) -> int:
+        return self.num_tokens - int(np.count_nonzero(self._ends_uncomputed))
+
+    @property
+    def _ends_uncomputed(self) -> np.ndarray:
+        """bool [S], the segments whose last token is not computed."""
+        lengths = np.diff(self.cu_seqlens)
+        return (np.arange(lengths.size) > self.parents.max(initial=NO_PARENT)) & (lengths > 1)
 
     @property
     def num_sequences(self) -> int:

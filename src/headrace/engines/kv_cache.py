@@ -3,8 +3,9 @@
 In: requests for blocks, and digests of the tokens a block holds (chained over everything before it).
 Out: block ids. Block 0 is never given out: padding is written there. A block is in exactly one place:
 in use (reference count above zero), kept (count zero, pinned by a hold), cached (count zero, found by its digest),
-or free. Those that are let go of are put away when the next is asked for, or in a quiet moment (``tidy``): hundreds of
-requests may end in one pass, and what they sampled must not wait for their blocks. Pins give way when every other block is in use: ``allocate`` then has ``give_up`` take some away.
+or free. Pins give way when every other block is in use: ``allocate`` then has ``give_up`` take some away. Blocks that
+are let go of are put away when the next one is asked for, or in a quiet moment (``tidy``): hundreds of requests may end
+in one pass, and what they sampled must not wait for their blocks.
 
 A block's version is that of its oldest row. Only full blocks written wholly under the current version
 are found by digest; ``forget`` makes every block unfindable that was computed with the weights that change.
