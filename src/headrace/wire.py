@@ -87,11 +87,12 @@ def encode(value: Any) -> bytes:
 
 
 def decode(frame: bytes | memoryview) -> Any:
-    """The value behind ``encode``'s bytes. Arrays share the read-only memory of the frame."""
-    frame = bytes(frame)
+    """The value behind ``encode``'s bytes. Arrays share the memory of the frame, and cannot be written to."""
+    frame = memoryview(frame).toreadonly()
     num_bytes, *counts = _HEADER.unpack_from(frame)
     decoder = _Decoder(frame, _HEADER.size + num_bytes, counts)
-    return json.loads(frame[_HEADER.size : _HEADER.size + num_bytes], object_pairs_hook=decoder.build)
+    text = bytes(frame[_HEADER.size : _HEADER.size + num_bytes])
+    return json.loads(text, object_pairs_hook=decoder.build)
 
 
 class FrameBuilder:
@@ -247,7 +248,7 @@ _WALKS: dict[type, Callable[[_Encoder, Any], Any]] = defaultdict(
 class _Decoder:
     """Builds what the objects of a tree stand for, in the order in which they end."""
 
-    def __init__(self, frame: bytes, start: int, counts: Iterable[int]) -> None:
+    def __init__(self, frame: memoryview, start: int, counts: Iterable[int]) -> None:
         """``start``: where the entries of the first dtype begin."""
         self._joined = dict(_NOTHING)
         for (code, dtype), count in zip(_DTYPES.items(), counts, strict=True):
