@@ -148,19 +148,18 @@ class BlockPool:
 
     def forget(self, adapter: int = 0) -> None:
         """No block written so far with this adapter may be found again: its weights changed."""
-        idle, adapters = self._idle, self._adapters
-        unfindable = [block for block in self._digest_of if adapters[block] == adapter]
-        unused = [block for block in unfindable if block in idle]
-        if len(unfindable) == len(self._digest_of):
-            # As ever where there is one policy: block by block it takes a moment for which all would wait.
-            self._digest_of.clear()
-            self._block_of.clear()
-        else:
-            for block in unfindable:
-                self._unlist(block)
-        for block in unused:
-            del idle[block]
-        self._free += unused
+        adapters = self._adapters
+        if {adapters[block] for block in self._digest_of} <= {adapter}:
+            # As ever where there is one policy. One by one they take a moment, for which everybody would wait.
+            self._free += self._idle
+            for findable in (self._digest_of, self._block_of, self._idle):
+                findable.clear()
+            return
+        for block in [block for block in self._digest_of if adapters[block] == adapter]:
+            self._unlist(block)
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
 
     def _put_away(self, block: int) -> None:
         """Where a block goes when somebody has let go of it."""

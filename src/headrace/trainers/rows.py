@@ -131,8 +131,8 @@ def train_rows(
         torch.tensor([COMPONENTS.index(s.component) for s in samples], dtype=torch.int64)
     ).numpy()
 
-    def token_weights(covered: Sequence[np.ndarray], of: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """For each row the weights of the tokens ``of``, 0 where they are not covered."""
+    def token_weights(covered: Sequence[np.ndarray], of: Sequence[np.ndarray]) -> Callable[[int], np.ndarray]:
+        """By row, the weights of the tokens ``of``, 0 where they are not covered."""
         counts = np.zeros(len(samples), dtype=np.int64)
         for row, is_covered in zip(packed, covered, strict=True):
             counts[row.sample_index] = np.bincount(row.sequence[is_covered], minlength=row.num_sequences)
@@ -140,10 +140,12 @@ def train_rows(
         weights = component_weights(
             everyones, kinds, (1.0, pivot_weight), aggregation=aggregation, max_tokens=max_tokens
         )[first:]
-        return [
-            (weights[row.sample_index][row.sequence] * is_covered)[wanted].astype(np.float32)
-            for row, is_covered, wanted in zip(packed, covered, of, strict=True)
-        ]
+
+        def of_row(i: int) -> np.ndarray:
+            row_weights = weights[packed[i].sample_index][packed[i].sequence] * covered[i]
+            return row_weights[of[i]].astype(np.float32)
+
+        return of_row
 
     sampled = [row.loss_mask for row in packed]
     own = token_weights(sampled, sampled)
@@ -158,8 +160,8 @@ def train_rows(
 
     def made(i: int) -> TrainRow:
         row = _device_row(
-            packed[i], own[i], share, parts={name: weights[i] for name, weights in extra.items()},
-            version=version, device=device, environment=None if environment is None else environment[i],
+            packed[i], own(i), share, parts={name: weights(i) for name, weights in extra.items()},
+            version=version, device=device, environment=None if environment is None else environment(i),
         )  # fmt: skip
         return row if teach is None else replace(row, teacher=teach(packed[i], device))
 
