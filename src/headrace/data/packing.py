@@ -115,7 +115,7 @@ class Bundle:
     prefix: int = 0
 
     def num_tokens(self, lengths: Sequence[int]) -> int:
-        return self.prefix + sum(lengths[i] - self.prefix for i in self.indices)
+        return sum([lengths[i] for i in self.indices]) - self.prefix * (len(self.indices) - 1)
 
     def divide(self, lengths: Sequence[int], room: int) -> tuple[Bundle | None, Bundle]:
         """As many of the first samples as fit into ``room`` (None: not even two, so that nothing would be
@@ -162,7 +162,7 @@ def pack_row(samples: Sequence[Sample], bundles: Sequence[Bundle]) -> PackedRow:
 
     def join(field: Callable[[Sample], np.ndarray], dtype: type) -> np.ndarray:
         pieces = [field(samples[index])[start:stop] for index, start, stop in spans]
-        return np.concatenate(pieces).astype(dtype)
+        return np.concatenate(pieces, dtype=dtype, casting="unsafe")
 
     loss_mask = join(lambda sample: sample.loss_mask, bool)
     loss_mask[cu_seqlens[:-1]] = False
