@@ -87,11 +87,12 @@ def encode(value: Any) -> bytes:
 
 
 def decode(frame: bytes | memoryview) -> Any:
-    """The value behind ``encode``'s bytes. Arrays share the read-only memory of the frame."""
-    frame = bytes(frame)
+    """The value behind ``encode``'s bytes. Arrays share the memory of the frame, and cannot be written to."""
+    frame = memoryview(frame).toreadonly()
     num_bytes, *counts = _HEADER.unpack_from(frame)
     decoder = _Decoder(frame, _HEADER.size + num_bytes, counts)
-    return json.loads(frame[_HEADER.size : _HEADER.size + num_bytes], object_pairs_hook=decoder.build)
+    text = bytes(frame[_HEADER.size : _HEADER.size + num_bytes])
+    return json.loads(text, object_pairs_hook=decoder.build)
 
 
 class FrameBuilder:
@@ -136,9 +137,10 @@ def _frame(tree: Any, encoder: _Encoder) -> bytes:
     text = _to_json(tree).encode()
     # The widest entries come first and begin where they may lie, so all are aligned.
     text += b" " * (-len(text) % 8)
-    joined = {code: np.concatenate(encoder.arrays[code]) for code in _DTYPES if code in encoder.arrays}
-    counts = [joined[code].size if code in joined else 0 for code in _DTYPES]
-    return b"".join([_HEADER.pack(len(text), *counts), text, *(array.data for array in joined.values())])
+    of_code = [encoder.arrays.get(code, ()) for code in _DTYPES]
+    counts = [sum(map(len, arrays)) for arrays in of_code]
+    pieces: list[Any] = [_HEADER.pack(len(text), *counts), text, *chain.from_iterable(of_code)]
+    return b"".join(pieces)
 
 
 def _tree(encoder: _Encoder, value: Any) -> Any:
@@ -154,6 +156,7 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.arrays: dict[str, list[np.ndarray]] = {}
+        """One-dimensional and without gaps, so that each is copied once, into its frame."""
         self._numbers: dict[int, int] = {}
         self._met: list[Any] = []
         """Carriers and arrays by number; held, so that no id is used again."""
@@ -169,7 +172,8 @@ class _Encoder:
         if number is not None:
             return {"=": number}
         kind = type(v)
-        tree = {kind.__name__: self._each(_VALUES[kind](v))}
+        body = [x if type(x) in _PLAIN else _WALKS[type(x)](self, x) for x in _VALUES[kind](v)]
+        tree = {kind.__name__: body}
         self._numbers[id(v)] = len(self._met)
         self._met.append(v)
         return tree
@@ -181,8 +185,11 @@ class _Encoder:
         self._numbers[id(a)] = len(self._met)
         self._met.append(a)
         code = _CODES[a.dtype]
-        self.arrays.setdefault(code, []).append(a if a.ndim == 1 else a.reshape(-1))
-        return {code: a.size if a.ndim == 1 else a.shape}
+        if a.ndim == 1 and a.flags.c_contiguous:
+            self.arrays.setdefault(code, []).append(a)
+            return {code: len(a)}
+        self.arrays.setdefault(code, []).append(np.ravel(a))
+        return {code: a.shape}
 
     def _mapping(self, v: dict[Any, Any]) -> dict[str, Any]:
         return {"{}": self._each(chain.from_iterable(v.items()))}
@@ -201,13 +208,15 @@ class _Encoder:
         first = values[0]
         if type(first) is not np.ndarray or first.ndim == 0:
             return self._each(values)
-        form = (first.dtype, first.ndim, first.shape[1:])
-        if any(type(v) is not np.ndarray or (v.dtype, v.ndim, v.shape[1:]) != form for v in values):
-            return self._each(values)
-        code = _CODES[first.dtype]
-        parts = self.arrays.setdefault(code, [])
-        parts.extend(values if first.ndim == 1 else [v.reshape(-1) for v in values])
-        return {f"*{code}": [[len(v) for v in values], first.shape[1:]]}
+        dtype, num_dims, rest = first.dtype, first.ndim, first.shape[1:]
+        is_flat = num_dims == 1
+        for v in values:
+            if type(v) is not np.ndarray or v.dtype != dtype or v.ndim != num_dims or v.shape[1:] != rest:
+                return self._each(values)
+            is_flat = is_flat and v.flags.c_contiguous
+        code = _CODES[dtype]
+        self.arrays.setdefault(code, []).extend(values if is_flat else map(np.ravel, values))
+        return {f"*{code}": [list(map(len, values)), rest]}
 
     def _scalar(self, v: Any) -> Any:
         """A subclass, such as an enumeration's member, travels as what it extends."""
@@ -239,7 +248,7 @@ _WALKS: dict[type, Callable[[_Encoder, Any], Any]] = defaultdict(
 class _Decoder:
     """Builds what the objects of a tree stand for, in the order in which they end."""
 
-    def __init__(self, frame: bytes, start: int, counts: Iterable[int]) -> None:
+    def __init__(self, frame: memoryview, start: int, counts: Iterable[int]) -> None:
         """``start``: where the entries of the first dtype begin."""
         self._joined = dict(_NOTHING)
         for (code, dtype), count in zip(_DTYPES.items(), counts, strict=True):
@@ -271,10 +280,13 @@ class _Decoder:
             name, columns = body
             return [_carrier(name, row) for row in zip(*columns, strict=True)]
         if tag[0] == "*":
-            lengths, rest = body
-            shapes = [[length, *rest] for length in lengths] if rest else lengths
-            return [self._array(tag[1:], shape) for shape in shapes]
+            return self._column(tag[1:], *body)
         raise KeyError(tag)
+
+    def _column(self, code: str, lengths: list[int], rest: list[int]) -> list[np.ndarray]:
+        """Pieces of one array: a batch has thousands of them."""
+        joined, end = self._array(code, [sum(lengths), *rest]), 0
+        return [joined[end : (end := end + length)] for length in lengths]
 
     def _array(self, code: str, shape: int | list[int]) -> np.ndarray:
         start = self._used[code]

@@ -51,12 +51,19 @@ class FixedLength:
     def __init__(self, workload: StepWorkload, vocab_size: int) -> None:
         self._workload = workload
         self._vocab_size = vocab_size
+        self._sampling = Sampling(max_tokens=workload.completion_tokens)
+        self._last: tuple[Task, np.ndarray] | None = None
+        """A group's attempts begin one after the other and are shown one prompt, as those of any environment."""
 
     async def run(self, task: Task, policy: PolicyClient) -> tuple[Trajectory, ...]:
-        rng = np.random.default_rng(int(task.columns["number"]))
-        prompt_ids = rng.integers(0, self._vocab_size, self._workload.prompt_tokens).astype(np.int32)
-        turn = await policy.sample(prompt_ids, Sampling(max_tokens=self._workload.completion_tokens))
+        if self._last is None or self._last[0] is not task:
+            self._last = (task, self._prompt_ids(task))
+        turn = await policy.sample(self._last[1], self._sampling)
         return (Trajectory(turns=(turn,), text=""),)
+
+    def _prompt_ids(self, task: Task) -> np.ndarray:
+        rng = np.random.default_rng(int(task.columns["number"]))
+        return rng.integers(0, self._vocab_size, self._workload.prompt_tokens).astype(np.int32)
 
 
 class ToldSteps(StepTimes):

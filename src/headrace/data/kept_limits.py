@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from headrace.data import masks
 from headrace.types import MAX_KEPT_TOKENS, DropReason, Episode, Turn
 
@@ -17,16 +19,26 @@ def record_fault(
 ) -> tuple[DropReason, str] | None:
     """``failed``: tokens that the model does not have, a mask that is missing or does not belong to its tokens or to
     the model; ``wide-mask``: one with too many ids for a token. What is not trained on may have any."""
-    for episode in episodes:
-        turns = [
-            turn for trajectory in episode.trajectories if trajectory.trainable for turn in trajectory.turns
-        ]
+    of_episodes = [[u for t in episode.trajectories if t.trainable for u in t.turns] for episode in episodes]
+    if _is_plain([turn for turns in of_episodes for turn in turns], vocab_size):
+        return None
+    for episode, turns in zip(episodes, of_episodes, strict=True):
         for number, turn in enumerate(turns):
             wrong = _token_fault(turn, vocab_size) or _mask_fault(turn, vocab_size)
             if wrong is not None:
                 reason, text = wrong
                 return reason, f"attempt {episode.group}/{episode.attempt}, turn {number}: {text}"
     return None
+
+
+def _is_plain(turns: Sequence[Turn], vocab_size: int | None) -> bool:
+    """Nothing was cut and all tokens are in the vocabulary: one look at all, since nearly every group is like that."""
+    if any(turn.completion.sampling_mask is not None or turn.sampling.truncates for turn in turns):
+        return False
+    if vocab_size is None or not turns:
+        return True
+    ids = np.concatenate([turn.completion.token_ids for turn in turns])
+    return not ids.size or bool(ids.min() >= 0 and ids.max() < vocab_size)
 
 
 def _token_fault(turn: Turn, vocab_size: int | None) -> tuple[DropReason, str] | None:

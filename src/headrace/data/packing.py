@@ -89,11 +89,18 @@ class PackedRow:
         """bool [T], all tokens but the last of each sequence: nothing is predicted from that, and nothing attends
         to it."""
         computed = np.ones(self.num_tokens, dtype=bool)
-        ends, lengths = self.cu_seqlens[1:] - 1, np.diff(self.cu_seqlens)
-        computed[ends[(np.arange(lengths.size) > self.parents.max(initial=NO_PARENT)) & (lengths > 1)]] = (
-            False
-        )
+        computed[self.cu_seqlens[1:][self._ends_uncomputed] - 1] = False
         return computed
+
+    @property
+    def num_computed(self) -> int:
+        return self.num_tokens - int(np.count_nonzero(self._ends_uncomputed))
+
+    @property
+    def _ends_uncomputed(self) -> np.ndarray:
+        """bool [S], the segments whose last token is not computed."""
+        lengths = np.diff(self.cu_seqlens)
+        return (np.arange(lengths.size) > self.parents.max(initial=NO_PARENT)) & (lengths > 1)
 
     @property
     def num_sequences(self) -> int:
@@ -108,7 +115,7 @@ class Bundle:
     prefix: int = 0
 
     def num_tokens(self, lengths: Sequence[int]) -> int:
-        return self.prefix + sum(lengths[i] - self.prefix for i in self.indices)
+        return sum([lengths[i] for i in self.indices]) - self.prefix * (len(self.indices) - 1)
 
     def divide(self, lengths: Sequence[int], room: int) -> tuple[Bundle | None, Bundle]:
         """As many of the first samples as fit into ``room`` (None: not even two, so that nothing would be
@@ -155,7 +162,7 @@ def pack_row(samples: Sequence[Sample], bundles: Sequence[Bundle]) -> PackedRow:
 
     def join(field: Callable[[Sample], np.ndarray], dtype: type) -> np.ndarray:
         pieces = [field(samples[index])[start:stop] for index, start, stop in spans]
-        return np.concatenate(pieces).astype(dtype)
+        return np.concatenate(pieces, dtype=dtype, casting="unsafe")
 
     loss_mask = join(lambda sample: sample.loss_mask, bool)
     loss_mask[cu_seqlens[:-1]] = False

@@ -42,6 +42,9 @@ from headrace.types import (
 
 ProgressCallback = Callable[[Completion], None]
 
+_QUIET_S = 0.1
+"""Without work for so long, an engine has time for what nobody waits for."""
+
 
 class Pace:
     """So many in a second, evenly."""
@@ -244,7 +247,7 @@ class EngineDriver:
             while not self._closed:
                 if self._frozen or not self._core.has_work:
                     self._wake.clear()
-                    await self._wake.wait()
+                    await self._rest()
                     continue
                 self._resolve(self._core.step())
                 self._report()
@@ -252,6 +255,15 @@ class EngineDriver:
                 await asyncio.sleep(0)
         except Exception as error:
             self._fail(error)
+
+    async def _rest(self) -> None:
+        """Until there is work; what was sampled last is on its way before anything is tidied."""
+        try:
+            async with asyncio.timeout(_QUIET_S):
+                await self._wake.wait()
+        except TimeoutError:
+            self._core.tidy()
+            await self._wake.wait()
 
     def _report(self) -> None:
         if self._callbacks:

@@ -3,7 +3,9 @@
 In: requests for blocks, and digests of the tokens a block holds (chained over everything before it).
 Out: block ids. Block 0 is never given out: padding is written there. A block is in exactly one place:
 in use (reference count above zero), kept (count zero, pinned by a hold), cached (count zero, found by its digest),
-or free. Pins give way when every other block is in use: ``allocate`` then has ``give_up`` take some away.
+or free. Pins give way when every other block is in use: ``allocate`` then has ``give_up`` take some away. Blocks that
+are let go of are put away when the next one is asked for, or in a quiet moment (``tidy``): hundreds of requests may end
+in one pass, and what they sampled must not wait for their blocks.
 
 A block's version is that of its oldest row. Only full blocks written wholly under the current version
 are found by digest; ``forget`` makes every block unfindable that was computed with the weights that change.
@@ -48,6 +50,8 @@ class BlockPool:
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._leaving: list[list[int]] = []
+        """Blocks that were let go of and still count as held."""
         self._pins = [0] * num_blocks
         self._kept: set[int] = set()
         self.give_up: Callable[[], None] = lambda: None
@@ -61,6 +65,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that ``allocate`` can give, cached and kept ones included."""
+        self.tidy()
         return len(self._free) + len(self._idle) + len(self._kept)
 
     def version(self, block: int) -> int:
@@ -68,6 +73,7 @@ class BlockPool:
 
     def allocate(self, version: int, adapter: int = 0) -> int | None:
         """A block that is about to be written under ``version`` of an adapter; None when every block is in use."""
+        self.tidy()
         while self._kept and not (self._free or self._idle):
             self.give_up()
         if self._free:
@@ -98,11 +104,21 @@ class BlockPool:
         return block
 
     def release(self, blocks: list[int]) -> None:
-        """Let go of blocks, the last first, so that a chain is evicted from its end."""
-        for block in reversed(blocks):
-            self._counts[block] -= 1
-            assert self._counts[block] >= 0, f"block {block} was released more often than held"
-            self._put_away(block)
+        """Let go of blocks, the last first, so that a chain is evicted from its end. The list is not to change."""
+        self._leaving.append(blocks)
+
+    def tidy(self) -> None:
+        """Put away what was let go of."""
+        if not self._leaving:
+            return
+        leaving, self._leaving = self._leaving, []
+        counts = self._counts
+        for blocks in leaving:
+            for block in reversed(blocks):
+                counts[block] -= 1
+                if counts[block] <= 0:
+                    assert counts[block] == 0, f"block {block} was released more often than held"
+                    self._put_away(block)
 
     def pin(self, digests: Sequence[bytes]) -> list[int]:
         """Keep the blocks with these contents findable while nobody uses them; ends at the first that is not there."""
@@ -132,7 +148,14 @@ class BlockPool:
 
     def forget(self, adapter: int = 0) -> None:
         """No block written so far with this adapter may be found again: its weights changed."""
-        for block in [block for block in self._digest_of if self._adapters[block] == adapter]:
+        adapters = self._adapters
+        if {adapters[block] for block in self._digest_of} <= {adapter}:
+            # As ever where there is one policy. One by one they take a moment, for which everybody would wait.
+            self._free += self._idle
+            for findable in (self._digest_of, self._block_of, self._idle):
+                findable.clear()
+            return
+        for block in [block for block in self._digest_of if adapters[block] == adapter]:
             self._unlist(block)
             if block in self._idle:
                 del self._idle[block]

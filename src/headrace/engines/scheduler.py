@@ -105,14 +105,15 @@ class Scheduler:
             chunks = [chunk for chunk in chunks if chunk.sequence.slot >= 0]
         return Work(decode, chunks)
 
-    def finish(self, sequence: Sequence) -> None:
-        """Take a running sequence out; its tokens are in its own arrays afterwards."""
-        del self.by_slot[sequence.slot]
-        self._slots = self._slots[self._slots != sequence.slot]
-        self.running.remove(sequence)
-        self.table.lift(sequence)
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
+    def finish(self, *sequences: Sequence) -> None:
+        """Take running sequences out; their tokens are in their own arrays afterwards."""
+        for sequence in sequences:
+            del self.by_slot[sequence.slot]
+            self.table.lift(sequence)
+            self.pool.release(sequence.blocks)
+            sequence.blocks = []
+        self._slots = self._slots[self.table.tenant[self._slots] > 0]
+        self.running = [sequence for sequence in self.running if sequence.slot >= 0]
 
     def hold(self, sequence: Sequence, version: int) -> None:
         """Hold what a running sequence that is about to finish has computed, if ``version`` wrote all of it."""

@@ -206,6 +206,8 @@ class SlotTable:
 
     def _routing(self, sequence: Sequence, start: int = 0) -> Routing | None:
         """Of its tokens from ``start`` on, as far as passes have landed."""
+        if self.routes is None and sequence.routing is None:
+            return None
         slot = sequence.slot
         return routing_of(
             sequence.routing,

@@ -134,21 +134,20 @@ class TorchEngine:
 
     def abort(self, request_ids: Iterable[str]) -> list[tuple[str, Completion]]:
         """End these requests with what they have sampled; ids that are not here are ignored."""
-        ended = []
-        for request_id in request_ids:
-            sequence = self._live.pop(request_id, None)
-            if sequence is None:
-                continue
-            if sequence.slot >= 0:
-                self._scheduler.finish(sequence)
-            else:
+        found = [(name, self._live.pop(name)) for name in dict.fromkeys(request_ids) if name in self._live]
+        for _, sequence in found:
+            if sequence.slot < 0:
                 self._scheduler.waiting.remove(sequence)
-            ended.append((request_id, resting_completion(sequence, "abort")))
-        return ended
+        self._scheduler.finish(*(sequence for _, sequence in found if sequence.slot >= 0))
+        return [(name, resting_completion(sequence, "abort")) for name, sequence in found]
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Hold the blocks of these finished requests no longer; ids that are not held are ignored."""
         self._holds.release(request_ids)
+
+    def tidy(self) -> None:
+        """Do now what else would be done when the next request needs it."""
+        self._pool.tidy()
 
     def started_ids(self) -> list[str]:
         return [name for name, sequence in self._live.items() if sequence.started]
@@ -325,13 +324,14 @@ class TorchEngine:
         ended = stopped | (table.booked[slots] >= table.limit[slots])
         if not ended.any():
             return []
-        for row in np.flatnonzero(ended).tolist():
-            sequence = self._scheduler.by_slot[int(slots[row])]
+        sequences = [self._scheduler.by_slot[slot] for slot in slots[ended].tolist()]
+        for sequence in sequences:
             if sequence.request.hold_s > 0:
                 self._scheduler.hold(sequence, int(self._policies.versions[sequence.adapter]))
-            self._scheduler.finish(sequence)
+        self._scheduler.finish(*sequences)
+        for sequence, is_stopped in zip(sequences, stopped[ended].tolist(), strict=True):
             del self._live[sequence.request.id]
-            reason: FinishReason = "stop" if stopped[row] else "length"
+            reason: FinishReason = "stop" if is_stopped else "length"
             finished.append((sequence.request.id, resting_completion(sequence, reason)))
         return finished
 

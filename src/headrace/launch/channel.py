@@ -10,22 +10,21 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from headrace import wire
 from headrace.errors import DeadlineError, RoleError
+from headrace.launch.frames import LENGTH, ChannelClosed, FrameProtocol
+
+__all__ = ["TOKEN_VARIABLE", "Channel", "ChannelClosed", "Listener", "connect", "open_channel"]
 
 TOKEN_VARIABLE = "HEADRACE_TOKEN"
 """Where a role finds the token: an environment is its owner's alone, a command line is not."""
 
-_LENGTH = struct.Struct("<Q")
-_READ_AHEAD_BYTES = 4 << 20
 _JOINED_BYTES = 1 << 16  # below this, copying a frame behind its header is cheaper than a second system call
 _MOST_MESSAGES = 64  # in a frame: the other end begins with these while more are being written
 _MAX_HELLO_BYTES = 4096
@@ -33,35 +32,20 @@ _MAX_UNIX_PATH_BYTES = 100
 _HELLO_DEADLINE_S = 10.0
 
 
-class ChannelClosed(Exception):
-    """The other end is gone."""
-
-
 class Channel:
     """One end of a connection."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, frames: FrameProtocol) -> None:
+        self._frames = frames
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._outbox = wire.FrameBuilder()
         self._inbox: deque[Any] = deque()
 
-    async def receive(self, *, max_bytes: int | None = None) -> Any:
+    async def receive(self) -> Any:
         while not self._inbox:
-            self._inbox.extend(await self._receive_frame(max_bytes))
+            self._inbox.extend(wire.decode(await self._frames.receive()))
         return self._inbox.popleft()
-
-    async def _receive_frame(self, max_bytes: int | None) -> list[Any]:
-        try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            if max_bytes is not None and length > max_bytes:
-                raise ChannelClosed
-            frame = await self._reader.readexactly(length)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise ChannelClosed from None
-        return wire.decode(frame)
 
     def post(self, message: Any) -> None:
         """Queue a message, from any thread; the order of one thread's messages is kept. What is posted
@@ -79,33 +63,27 @@ class Channel:
     @property
     def backlog_bytes(self) -> int:
         """What was written and is not yet taken by the system."""
-        return self._writer.transport.get_write_buffer_size()
+        return self._frames.transport.get_write_buffer_size()
 
     async def close(self) -> None:
         """Send what is queued, then hang up."""
         self._flush()
-        self._writer.close()
-        try:
-            await self._writer.wait_closed()
-        except ConnectionError:
-            return  # hung up by the other end first
+        self._frames.transport.close()
+        # Whoever hung up first, it ends here.
+        await asyncio.shield(self._frames.closed)
 
     def abandon(self) -> None:
         """Hang up at once."""
-        self._writer.transport.abort()
+        self._frames.transport.abort()
 
     def _flush(self) -> None:
         if len(self._outbox) == 0:
             return
         frame = self._outbox.take()
-        if self._writer.is_closing():
+        if self._frames.transport.is_closing():
             return
-        header = _LENGTH.pack(len(frame))
-        if len(frame) < _JOINED_BYTES:
-            self._writer.write(header + frame)
-        else:
-            self._writer.write(header)
-            self._writer.write(frame)
+        header = LENGTH.pack(len(frame))
+        self._frames.write((header + frame,) if len(frame) < _JOINED_BYTES else (header, frame))
 
 
 class Listener:
@@ -116,16 +94,17 @@ class Listener:
         self.address = ""
         self._arrivals: dict[str, asyncio.Future[Channel]] = {}
         self._channels: set[Channel] = set()
+        self._greetings: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
     async def open(self, directory: Path) -> None:
         """Listen at ``directory/control``; ``address`` then says where."""
-        path = directory / "control"
+        path, loop = directory / "control", asyncio.get_running_loop()
         if sys.platform != "win32" and len(str(path).encode()) <= _MAX_UNIX_PATH_BYTES:
-            self._server = await asyncio.start_unix_server(self._greet, path, limit=_READ_AHEAD_BYTES)
+            self._server = await loop.create_unix_server(self._accept, path)
             self.address = f"unix:{path}"
         else:
-            self._server = await asyncio.start_server(self._greet, "127.0.0.1", 0, limit=_READ_AHEAD_BYTES)
+            self._server = await loop.create_server(self._accept, "127.0.0.1", 0)
             self.address = f"tcp:{self._server.sockets[0].getsockname()[1]}"
 
     def expect(self, role: str) -> asyncio.Future[Channel]:
@@ -142,8 +121,16 @@ class Listener:
         for channel in self._channels:
             channel.abandon()
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(reader, writer)
+    def _accept(self) -> FrameProtocol:
+        return FrameProtocol(self._connected, max_first_bytes=_MAX_HELLO_BYTES)
+
+    def _connected(self, frames: FrameProtocol) -> None:
+        task = asyncio.get_running_loop().create_task(self._greet(frames))
+        self._greetings.add(task)
+        task.add_done_callback(self._greetings.discard)
+
+    async def _greet(self, frames: FrameProtocol) -> None:
+        channel = Channel(frames)
         self._channels.add(channel)
         role = await self._hello(channel)
         arrival = self._arrivals.get(role) if role is not None else None
@@ -156,7 +143,7 @@ class Listener:
         """The role that says the token; None: a stranger."""
         try:
             async with asyncio.timeout(_HELLO_DEADLINE_S):
-                hello = await channel.receive(max_bytes=_MAX_HELLO_BYTES)
+                hello = await channel.receive()
         except (ChannelClosed, TimeoutError, ValueError):
             return None
         match hello:
@@ -165,22 +152,27 @@ class Listener:
         return None
 
 
+async def open_channel(address: str) -> Channel:
+    """Raises OSError where nobody listens."""
+    scheme, _, where = address.partition(":")
+    loop = asyncio.get_running_loop()
+    if scheme == "unix":
+        _, frames = await loop.create_unix_connection(FrameProtocol, where)
+    else:
+        _, frames = await loop.create_connection(FrameProtocol, "127.0.0.1", int(where))
+    return Channel(frames)
+
+
 async def connect(address: str, *, role: str, token: str, deadline_s: float = 30.0) -> Channel:
     """A role's way to its controller."""
-    scheme, _, where = address.partition(":")
-    openers: dict[str, Callable[[], Any]] = {
-        "unix": lambda: asyncio.open_unix_connection(where, limit=_READ_AHEAD_BYTES),
-        "tcp": lambda: asyncio.open_connection("127.0.0.1", int(where), limit=_READ_AHEAD_BYTES),
-    }
     try:
         async with asyncio.timeout(deadline_s):
-            reader, writer = await openers[scheme]()
+            channel = await open_channel(address)
     except TimeoutError:
         raise DeadlineError(
             f"{role} could not reach its controller at {address} within {deadline_s:g} s"
         ) from None
     except OSError as error:
         raise RoleError(f"{role} found no controller at {address}: {error}") from error
-    channel = Channel(reader, writer)
     channel.post(["hello", role, token])
     return channel

@@ -15,8 +15,9 @@ import selectors
 from headrace.timekeeping import CONTROLLER_ACTIVITIES, TimeLedger
 from headrace.types import RoleStatus
 
-_SELDOM = 20_000
-"""Objects more than at the last look, before the garbage collector looks again: those of several hundred attempts."""
+_SELDOM = 100_000
+"""Objects more than at the last look, before the garbage collector looks again: those of some thousand attempts. Where
+a step has fewer, it hardly ever looks: they are gone again before so many more have come."""
 
 
 class _MeteredSelector(selectors.DefaultSelector):

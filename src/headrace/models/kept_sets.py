@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from headrace.models.uploads import to_device
 from headrace.types import SamplingMask
 
 _OUTSIDE = torch.finfo(torch.float32).min
@@ -52,7 +53,7 @@ class KeptSets:
         """int64, the tokens drawn from the whole vocabulary, and the others."""
         is_free = self.counts == 0
         device = self.ids_S.device
-        free, cut = (torch.from_numpy(np.flatnonzero(which)).to(device) for which in (is_free, ~is_free))
+        free, cut = (to_device(np.flatnonzero(which), device) for which in (is_free, ~is_free))
         return free, cut
 
     def only_cut(self) -> KeptSets:
@@ -76,7 +77,7 @@ class KeptSets:
 
 
 def kept_sets(mask: SamplingMask, device: torch.device | str) -> KeptSets:
-    ids_S = torch.from_numpy(mask.token_ids.astype(np.int64)).to(device)
+    ids_S = to_device(mask.token_ids.astype(np.int64), device)
     return _on_device(np.diff(mask.offsets), ids_S)
 
 
@@ -85,11 +86,11 @@ def _on_device(counts: np.ndarray, ids_S: torch.Tensor) -> KeptSets:
     tokens = np.repeat(np.arange(len(counts)), counts)
     places = np.arange(len(tokens)) - offsets[:-1][tokens]
     device = ids_S.device
-    return KeptSets(offsets, ids_S, torch.from_numpy(tokens).to(device), torch.from_numpy(places).to(device))
+    return KeptSets(offsets, ids_S, to_device(tokens, device), to_device(places, device))
 
 
 def normaliser(scaled_CV: torch.Tensor, kept: KeptSets) -> torch.Tensor:
     """[C], log of the sum of exponentials over each token's set; over the whole vocabulary where that is empty."""
     whole_C = scaled_CV.logsumexp(-1)
-    is_cut_C = torch.from_numpy(kept.counts > 0).to(scaled_CV.device)
+    is_cut_C = to_device(kept.counts > 0, scaled_CV.device)
     return torch.where(is_cut_C, kept.padded(kept.pick(scaled_CV)).logsumexp(-1), whole_C)

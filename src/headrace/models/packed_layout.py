@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from headrace.models.shared_prefix import SegmentBounds, segment_bounds
+from headrace.models.uploads import to_device
 
 _MIN_SPLIT_TOKENS = 64
 """Below this length padding costs less than another kernel launch."""
@@ -137,12 +138,9 @@ def _rectangle(sequences: _Sequences, group: np.ndarray, device: torch.device | 
     tokens = np.where(within < prefixes, within + spread(sequences.prefix_starts), own)
     cells = within + np.repeat(np.arange(group.size) * longest, sizes)
 
-    def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
-    tokens_, cells_ = put(tokens), put(cells)
+    tokens_, cells_ = to_device(tokens, device), to_device(cells, device)
     out_tokens, out_cells = tokens_, cells_
     if sequences.prefixes.any():
         kept = within >= spread(sequences.repeated)
-        out_tokens, out_cells = put(tokens[kept]), put(cells[kept])
+        out_tokens, out_cells = to_device(tokens[kept], device), to_device(cells[kept], device)
     return Rectangle(int(group.size), longest, tokens_, cells_, out_tokens, out_cells)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from headrace.models.flash import Segments, flash_backward, flash_forward
+from headrace.models.uploads import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def segment_bounds(
         parts.append(np.argsort(read_R, kind="stable"))
     counts = [lengths_S.size, int(lengths_S.max(initial=0)), int(keys_S.max(initial=0)), num_tokens, num_keys]
     return SegmentBounds(
-        edges=torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device),
+        edges=to_device(np.concatenate(parts).astype(np.int32), device),
         counts=torch.tensor(counts),
     )
 

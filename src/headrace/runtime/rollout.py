@@ -206,7 +206,8 @@ def _fault(returned: Any, turns: list[Turn]) -> str:
         return "has one turn twice, which would be trained on twice; put every turn into one Trajectory"
     for trajectory in returned:
         own, peers = trajectory.own_reward, trajectory.peers
-        if not isinstance(own, Real) or not math.isfinite(own):
+        # Asking for the exact type first: an abstract class takes its time to answer.
+        if not (type(own) is float or isinstance(own, Real)) or not math.isfinite(own):
             return f"has own_reward = {own!r}; give a finite number"
         if not isinstance(peers, str):
             return f"has peers = {peers!r}; give a text"

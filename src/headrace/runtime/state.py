@@ -27,7 +27,7 @@ In the last three a group that was released with a quorum of its attempts is nam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -242,7 +242,18 @@ def _turn(state: RunState, r: dict[str, Any]) -> None:
         raise InvariantError(f"turn {r['turn']} of attempt {(live.group, attempt)} is out of turn")
     state.ledger.sampled(live.group, attempt, turn.completion.num_tokens)
     known = live.unfinished.pop(attempt, None)
-    done.append(turn if known is None else replace(turn, completion=completions.join(known, turn.completion)))
+    done.append(turn if known is None else _continuing(known, turn))
+
+
+def _continuing(known: Completion, turn: Turn) -> Turn:
+    """The whole turn; spelt out as in ``_with_rewards``."""
+    return Turn(
+        prompt_ids=turn.prompt_ids,
+        completion=completions.join(known, turn.completion),
+        sampling=turn.sampling,
+        seed=turn.seed,
+        engine=turn.engine,
+    )
 
 
 def _episode(state: RunState, r: dict[str, Any]) -> None:

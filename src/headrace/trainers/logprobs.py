@@ -24,6 +24,7 @@ from headrace.errors import ModelError
 from headrace.models.kept_sets import KeptSets, kept_sets
 from headrace.models.packed_attention import PackedLayout, build_layout
 from headrace.models.route_replay import RowRoutes, follow_routes
+from headrace.models.uploads import to_device
 from headrace.trainers.head import chunk_length
 from headrace.trainers.kept_head import KeptHeadLogprobs
 from headrace.trainers.whole_head import HeadLogprobs
@@ -88,7 +89,7 @@ def row_tensors(row: PackedRow, *, device: torch.device | str, with_environment:
     num_before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(computed)])
 
     def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+        return to_device(array, device)
 
     return RowTensors(
         token_ids_T=put(row.token_ids[computed]),
@@ -116,7 +117,7 @@ def _environment_tokens(
     if not places.size:
         return None
     given = num_before[places - 1], row.token_ids[places]
-    return EnvironmentTokens(*(torch.from_numpy(ids).to(device) for ids in given))
+    return EnvironmentTokens(*(to_device(ids, device) for ids in given))
 
 
 def _row_routes(row: PackedRow, computed: np.ndarray, device: torch.device | str) -> RowRoutes | None:
@@ -125,8 +126,7 @@ def _row_routes(row: PackedRow, computed: np.ndarray, device: torch.device | str
     # Layers apart, so that each reads one piece of memory. Kernels know little of uint16; experts are below 2^15.
     experts_MTK = np.ascontiguousarray(row.routes[computed].swapaxes(0, 1))
     experts_MTK = experts_MTK.view(np.int16) if experts_MTK.dtype == np.uint16 else experts_MTK
-    routed_T = torch.from_numpy(row.routed[computed])
-    return RowRoutes(torch.from_numpy(experts_MTK).to(device), routed_T.to(device))
+    return RowRoutes(to_device(experts_MTK, device), to_device(row.routed[computed], device))
 
 
 def token_logprobs(model: PreTrainedModel, row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,15 +3,18 @@
 In: this rank's samples of one optimizer step. Out: rows whose loss tokens already carry their weight in the
 step's loss; the normaliser is counted here, over all rows of all ranks, before any of them is computed.
 Every rank has the same number of rows, since each row is one turn of what the ranks do together: a rank
-with fewer is given rows without loss tokens.
+with fewer is given rows without loss tokens. A row is brought to the device when it is first asked for, on a GPU while
+the one before it is computed, so that the first does not wait for the others.
 
 Legend: N loss tokens of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import overload
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ import torch
 from headrace.algos.aggregation import Aggregation, component_weights, sequence_weights
 from headrace.algos.corrections import m2po_cutoff
 from headrace.data.packing import PackedRow, pack
+from headrace.models.uploads import to_device
 from headrace.trainers.logprobs import RowTensors, row_tensors
 from headrace.trainers.objective import LossInputs, Part
 from headrace.trainers.ranks import ALONE, Ranks
@@ -69,6 +73,38 @@ class TrainRow:
         return None if prox_N is None or self.is_filler else (prox_N, self.inputs)
 
 
+class LazyRows(Sequence[TrainRow]):
+    """Rows that are made when they are first asked for."""
+
+    def __init__(self, makers: Sequence[Callable[[], TrainRow]], *, most_tokens: int) -> None:
+        self._makers = list(makers)
+        self._made: dict[int, TrainRow] = {}
+        self.most_tokens = most_tokens
+        """Of the longest row, as it is computed."""
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    @overload
+    def __getitem__(self, index: int) -> TrainRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TrainRow]: ...
+    def __getitem__(self, index: int | slice) -> TrainRow | list[TrainRow]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        if place not in self._made:
+            self._made[place] = self._makers[place]()
+        return self._made[place]
+
+
+def most_tokens(rows: Sequence[TrainRow]) -> int:
+    """Of the longest row, as it is computed."""
+    if isinstance(rows, LazyRows):
+        return rows.most_tokens
+    return max((row.tensors.token_ids_T.numel() for row in rows), default=0)
+
+
 def train_rows(
     samples: Sequence[Sample],
     *,
@@ -83,7 +119,7 @@ def train_rows(
     with_teachers: bool = False,
     with_environment: bool = False,
     pivot_weight: float = 1.0,
-) -> list[TrainRow]:
+) -> LazyRows:
     """Rows of at most ``row_tokens`` tokens; one without loss tokens is left out. Each of ``parts``, the loss's
     further components, has a normaliser over the tokens it covers. Teachers' scores are brought along where they
     are asked for, their normaliser being that of the samples that have one; so are the tokens that an environment
@@ -95,8 +131,8 @@ def train_rows(
         torch.tensor([COMPONENTS.index(s.component) for s in samples], dtype=torch.int64)
     ).numpy()
 
-    def token_weights(covered: Sequence[np.ndarray], of: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """For each row the weights of the tokens ``of``, 0 where they are not covered."""
+    def token_weights(covered: Sequence[np.ndarray], of: Sequence[np.ndarray]) -> Callable[[int], np.ndarray]:
+        """By row, the weights of the tokens ``of``, 0 where they are not covered."""
         counts = np.zeros(len(samples), dtype=np.int64)
         for row, is_covered in zip(packed, covered, strict=True):
             counts[row.sample_index] = np.bincount(row.sequence[is_covered], minlength=row.num_sequences)
@@ -104,10 +140,12 @@ def train_rows(
         weights = component_weights(
             everyones, kinds, (1.0, pivot_weight), aggregation=aggregation, max_tokens=max_tokens
         )[first:]
-        return [
-            (weights[row.sample_index][row.sequence] * is_covered)[wanted].astype(np.float32)
-            for row, is_covered, wanted in zip(packed, covered, of, strict=True)
-        ]
+
+        def of_row(i: int) -> np.ndarray:
+            row_weights = weights[packed[i].sample_index][packed[i].sequence] * covered[i]
+            return row_weights[of[i]].astype(np.float32)
+
+        return of_row
 
     sampled = [row.loss_mask for row in packed]
     own = token_weights(sampled, sampled)
@@ -118,26 +156,24 @@ def train_rows(
     answered = [row.environment_mask for row in packed] if with_environment else []
     environment = token_weights(answered, answered) if with_environment else None
     share = 1.0 / max(ranks.totals(len(samples))[0], 1)
-    rows = [
-        _device_row(
-            row, own[i], share, parts={name: weights[i] for name, weights in extra.items()}, version=version,
-            device=device, environment=None if environment is None else environment[i],
-        )
-        for i, row in enumerate(packed)
-        if row.loss_mask.any()
-    ]  # fmt: skip
-    if with_teachers:
-        counts = np.array(
-            [s.num_loss_tokens if s.teacher is not None else 0 for s in samples], dtype=np.int64
-        )
-        weights = sequence_weights(
-            ranks.join(torch.from_numpy(counts)).numpy(), aggregation=aggregation, max_tokens=max_tokens
-        )[first : first + len(samples)]
-        rows = _with_teachers(rows, packed, samples, weights * (counts > 0), ranks)
-    num_fillers = int(ranks.largest(len(rows))[0]) - len(rows)
+    teach = _teaching(samples, aggregation, max_tokens, ranks) if with_teachers else None
+
+    def made(i: int) -> TrainRow:
+        row = _device_row(
+            packed[i], own(i), share, parts={name: weights(i) for name, weights in extra.items()},
+            version=version, device=device, environment=None if environment is None else environment(i),
+        )  # fmt: skip
+        return row if teach is None else replace(row, teacher=teach(packed[i], device))
+
     nothing = {part.name: _NO_WEIGHTS for part in parts}
-    filler = _device_row(*_EMPTY, parts=nothing, version=version, device=device)
-    return rows + [filler] * num_fillers
+    makers = [partial(made, i) for i, row in enumerate(packed) if row.loss_mask.any()]
+    num_fillers = int(ranks.largest(len(makers))[0]) - len(makers)
+    filler = partial(_device_row, *_EMPTY, parts=nothing, version=version, device=device)
+    longest = max((row.num_computed for row in packed if row.loss_mask.any()), default=0)
+    return LazyRows(
+        makers + [filler] * num_fillers,
+        most_tokens=max(longest, _EMPTY[0].num_computed if num_fillers else 0),
+    )
 
 
 def without_truncated(parts: Sequence[TrainBatch], ranks: Ranks) -> tuple[list[TrainBatch], float]:
@@ -194,7 +230,7 @@ def _device_row(
     mask = row.loss_mask
 
     def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return to_device(array, device)
 
     tensors = row_tensors(row, device=device, with_environment=environment is not None)
     inputs = LossInputs(
@@ -212,20 +248,17 @@ def _device_row(
     return TrainRow(tensors, inputs, sequence_share, environment_weights_E=answered)
 
 
-def _with_teachers(
-    rows: Sequence[TrainRow],
-    packed: Sequence[PackedRow],
-    samples: Sequence[Sample],
-    weights: np.ndarray,
-    ranks: Ranks,
-) -> list[TrainRow]:
-    """``weights`` are those of each sample's tokens in the step's distillation; 0 without a teacher."""
-    mean_gap = _mean_gap(samples, weights, ranks)
-    sources = [row for row in packed if row.loss_mask.any()]
-    return [
-        replace(row, teacher=_teacher_inputs(source, weights[source.sample_index], mean_gap, row))
-        for row, source in zip(rows, sources, strict=True)
-    ]
+def _teaching(
+    samples: Sequence[Sample], aggregation: Aggregation, max_tokens: int | None, ranks: Ranks
+) -> Callable[[PackedRow, torch.device], TeacherInputs | None]:
+    """What teachers said of a row, with each token's share in the step's distillation."""
+    first = sum(ranks.counts(len(samples))[: ranks.rank])
+    counts = np.array([s.num_loss_tokens if s.teacher is not None else 0 for s in samples], dtype=np.int64)
+    everyones = ranks.join(torch.from_numpy(counts)).numpy()
+    weights = sequence_weights(everyones, aggregation=aggregation, max_tokens=max_tokens)
+    own = weights[first : first + len(samples)] * (counts > 0)
+    mean_gap = _mean_gap(samples, own, ranks)
+    return lambda row, device: _teacher_inputs(row, own[row.sample_index], mean_gap, device)
 
 
 def _mean_gap(samples: Sequence[Sample], weights: np.ndarray, ranks: Ranks) -> float:
@@ -241,14 +274,14 @@ def _mean_gap(samples: Sequence[Sample], weights: np.ndarray, ranks: Ranks) -> f
 
 
 def _teacher_inputs(
-    source: PackedRow, weights: np.ndarray, mean_gap: float, row: TrainRow
+    source: PackedRow, weights: np.ndarray, mean_gap: float, device: torch.device
 ) -> TeacherInputs | None:
-    mask, scores, device = source.loss_mask, source.teacher, row.tensors.token_ids_T.device
+    mask, scores = source.loss_mask, source.teacher
     if scores is None:
         return None
 
     def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return to_device(array, device)
 
     return TeacherInputs(
         logprobs_N=put(scores.logprobs[mask]),

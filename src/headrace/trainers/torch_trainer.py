@@ -18,7 +18,7 @@ waiting-for-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,7 @@ from headrace.trainers.options import TrainOptions
 from headrace.trainers.placement import Adapters, place_weights
 from headrace.trainers.ranks import ALONE, Ranks
 from headrace.trainers.routes import RouteTally, route_replay
-from headrace.trainers.rows import TrainRow, train_rows, with_cutoff, without_truncated
+from headrace.trainers.rows import TrainRow, most_tokens, train_rows, with_cutoff, without_truncated
 from headrace.types import BundleKind, Sample, StepResult, TrainBatch, WeightManifest
 
 _NOTHING = "no loss tokens"
@@ -278,12 +278,12 @@ class TorchTrainer:
             self._sender.close()
         self._ranks.close()
 
-    def prepare(self, batch: TrainBatch) -> list[list[TrainRow]]:
+    def prepare(self, batch: TrainBatch) -> list[Sequence[TrainRow]]:
         """The rows of each minibatch, with prox and reference log-probabilities where the loss needs them."""
         return self._prepare(minibatches(batch, self._options.minibatches))
 
-    def _prepare(self, parts: Sequence[TrainBatch]) -> list[list[TrainRow]]:
-        rows_of_parts = [self._rows(part) for part in parts]
+    def _prepare(self, parts: Sequence[TrainBatch]) -> list[Sequence[TrainRow]]:
+        rows_of_parts: list[Sequence[TrainRow]] = [self._rows(part) for part in parts]
         if self._options.distillation is not None:
             self._options.distillation.check(parts)
         if self.objective.needs_reference and not self._options.keep_reference:
@@ -295,12 +295,11 @@ class TorchTrainer:
         if self.objective.needs_batch or (self.objective.needs_prox and len(parts) > 1):
             rows_of_parts = [[self._with_prox(row) for row in rows] for rows in rows_of_parts]
         if self.objective.needs_batch:
-            rows_of_parts = with_cutoff(
-                rows_of_parts, tau=self.objective.option("m2po.tau"), ranks=self._ranks
-            )
+            tau = self.objective.option("m2po.tau")
+            rows_of_parts = [*with_cutoff(rows_of_parts, tau=tau, ranks=self._ranks)]
         return rows_of_parts
 
-    def _rows(self, part: TrainBatch) -> list[TrainRow]:
+    def _rows(self, part: TrainBatch) -> Sequence[TrainRow]:
         return train_rows(
             part.samples,
             version=part.version,
@@ -392,7 +391,7 @@ class TorchTrainer:
     def _fit(self, rows: Sequence[TrainRow], *, update_follows: bool = True) -> None:
         """Choose which layers are recomputed in the backward, so that these rows fit into memory, and what is
         kept besides."""
-        num_tokens = max((row.tensors.token_ids_T.numel() for row in rows), default=0)
+        num_tokens = most_tokens(rows)
         head_VH = self.policy.get_output_embeddings().weight
         step_bytes = bytes_of_a_step(
             self.model,
@@ -409,10 +408,11 @@ class TorchTrainer:
             slope_bytes=self._weights.dtype.itemsize * head_VH.shape[0],
         )
 
-    def _keeping_slopes(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
-        """As far as ``blocks.fit`` found memory for them."""
+    def _keeping_slopes(self, rows: Sequence[TrainRow]) -> Iterator[TrainRow]:
+        """As far as ``blocks.fit`` found memory for them; one at a time, since asking for a row may mean making it."""
         kept = self.blocks.slope_tokens
-        return [replace(row, tensors=replace(row.tensors, slope_tokens=kept)) for row in rows]
+        for row in rows:
+            yield replace(row, tensors=replace(row.tensors, slope_tokens=kept))
 
     def _with_balance(self, outcome: RowOutcome, row: TrainRow) -> RowOutcome:
         if self._balance is None:

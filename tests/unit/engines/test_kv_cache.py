@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +42,40 @@ def test_released_blocks_stay_findable_until_needed():
     assert pool.allocate(0) == b and pool.allocate(0) is None
     pool.release([a])
     assert pool.allocate(0) == a and pool.share(b"a") is None
+
+
+def test_forgetting_one_adapter_leaves_the_blocks_of_another():
+    pool = BlockPool(5)
+    blocks = {name: pool.allocate(0, adapter) for name, adapter in ((b"a", 0), (b"b", 1), (b"c", 0))}
+    for name, block in blocks.items():
+        pool.publish(block, name, 0)
+    pool.release([blocks[b"a"], blocks[b"b"]])
+    pool.forget(0)
+    assert pool.share(b"a") is None and pool.share(b"c") is None
+    assert pool.share(b"b") == blocks[b"b"]
+    pool.release([blocks[b"b"]])
+    pool.forget(1)
+    assert pool.share(b"b") is None and pool.num_free == 3
+    pool.release([blocks[b"c"]])
+    assert sorted(pool.allocate(0) for _ in range(4)) == [1, 2, 3, 4]
+
+
+def test_blocks_that_leave_and_are_found_again_meanwhile_stay_held():
+    pool = BlockPool(3)
+    a, b = pool.allocate(0), pool.allocate(0)
+    pool.publish(a, b"a", 0)
+    pool.release([a, b])
+    assert pool.share(b"a") == a
+    pool.tidy()
+    assert pool.num_free == 1 and pool.allocate(0) == b and pool.allocate(0) is None
+
+
+def test_a_block_released_more_often_than_held_is_noticed():
+    pool = BlockPool(3)
+    block = pool.allocate(0)
+    pool.release([block, block])
+    with pytest.raises(AssertionError, match="released more often"):
+        pool.tidy()
 
 
 @settings(max_examples=60, deadline=None)

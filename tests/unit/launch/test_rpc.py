@@ -11,7 +11,7 @@ import pytest
 
 from headrace import wire
 from headrace.errors import DeadlineError, ModelError, RoleError
-from headrace.launch.channel import Channel, ChannelClosed, Listener, connect
+from headrace.launch.channel import ChannelClosed, Listener, connect, open_channel
 from headrace.launch.rpc import Caller, Dispatch, RemoteTraceback, Server
 
 
@@ -309,8 +309,7 @@ def test_a_stranger_is_hung_up_on(tmp_path, hello):
         listener = Listener()
         await listener.open(tmp_path)
         arrival = listener.expect("role")
-        path = listener.address.partition(":")[2]
-        stranger = Channel(*await asyncio.open_unix_connection(path))
+        stranger = await open_channel(listener.address)
         stranger.post(hello)
         async with asyncio.timeout(10):
             with pytest.raises(ChannelClosed):

@@ -1,0 +1,90 @@
+"""Rows come to the device one by one, and are the same whoever asks for them when."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.models.uploads import to_device
+from headrace.trainers import rows as rows_module
+from headrace.trainers.rows import most_tokens, train_rows
+from headrace.types import NO_KV, Sample
+
+
+def sample(group: int, num_prompt: int, num_sampled: int) -> Sample:
+    num_tokens = num_prompt + num_sampled
+    rng = np.random.default_rng(group)
+    mask = np.arange(num_tokens) >= num_prompt
+    return Sample(
+        group=group,
+        attempt=0,
+        token_ids=rng.integers(0, 50, num_tokens).astype(np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, -1.5, 0.0).astype(np.float32),
+        versions=np.where(mask, 3, -1).astype(np.int32),
+        advantages=np.where(mask, float(group), 0.0).astype(np.float32),
+        temperature=1.0,
+        kv_versions=NO_KV,
+    )
+
+
+def make_rows(samples: list[Sample]) -> rows_module.LazyRows:
+    return train_rows(
+        samples,
+        version=4,
+        aggregation="token-mean",
+        max_tokens=None,
+        row_tokens=12,
+        share_prefixes=False,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[int]:
+    """Tokens of each row that was brought to the device, in order."""
+    brought, build = [], rows_module.row_tensors
+
+    def counted(row, **kwargs):
+        brought.append(row.num_tokens)
+        return build(row, **kwargs)
+
+    monkeypatch.setattr(rows_module, "row_tensors", counted)
+    return brought
+
+
+def test_a_row_is_made_when_it_is_asked_for_and_once(made):
+    rows = make_rows([sample(i, 3, 6) for i in range(3)])
+    assert len(rows) == 3 and made == []
+    first = rows[0]
+    assert made == [9]
+    assert [row.tensors.token_ids_T.numel() for row in rows] == [8, 8, 8]
+    assert rows[0] is first and rows[-1] is rows[2] and len(made) == 3
+    assert [row is rows[i + 1] for i, row in enumerate(rows[1:])] == [True, True]
+    with pytest.raises(IndexError):
+        rows[3]
+
+
+def test_the_longest_row_is_known_before_any_is_made(made):
+    rows = make_rows([sample(0, 2, 3), sample(1, 1, 10), sample(2, 4, 1)])
+    longest = most_tokens(rows)
+    assert made == []
+    assert longest == most_tokens(list(rows)) == 10
+
+
+def test_no_rows_have_no_tokens():
+    assert most_tokens(make_rows([])) == most_tokens([]) == 0
+
+
+def test_lazy_rows_weigh_what_the_whole_step_says():
+    rows = make_rows([sample(0, 3, 6), sample(1, 2, 4), sample(2, 0, 1)])
+    weights_N = torch.cat([row.inputs.weights_N for row in rows])
+    assert weights_N.sum().item() == pytest.approx(1.0)
+    assert torch.equal(rows[0].inputs.lags_N, torch.ones(6, dtype=torch.int64))
+
+
+def test_an_array_of_any_layout_reaches_the_device_as_it_is():
+    array = np.arange(24, dtype=np.float32).reshape(4, 6)
+    for view in (array, array[:, ::2], array.T, array[::-1, 0]):
+        assert np.array_equal(to_device(view, "cpu").numpy(), view)
