@@ -185,7 +185,7 @@ def _sizes(chains: Sequence[Sequence[Turn]]) -> list[int]:
 def _among(
     sizes: Sequence[int], sampled: Sequence[float | np.ndarray], elsewhere: int, dtype: type
 ) -> np.ndarray:
-    """What each turn's sampled tokens have, an entry for each or one for all, among the tokens that were not sampled."""
+    """What each turn's sampled tokens have, an entry for each or one for all, among tokens that were not sampled."""
     if not any(isinstance(values, np.ndarray) for values in sampled):
         return np.repeat(np.array([x for value in sampled for x in (elsewhere, value)], dtype=dtype), sizes)
     blank: np.ndarray = np.full(max(sizes[::2]), elsewhere, dtype=dtype)
