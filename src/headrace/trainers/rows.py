@@ -105,6 +105,13 @@ def most_tokens(rows: Sequence[TrainRow]) -> int:
     return max((row.tensors.token_ids_T.numel() for row in rows), default=0)
 
 
+def known_starts(rows: Sequence[TrainRow]) -> list[tuple[torch.Tensor, LossInputs]]:
+    """The ``start`` of every row that has one; rows that are still to be made have none."""
+    if isinstance(rows, LazyRows):
+        return []
+    return [start for row in rows if (start := row.start) is not None]
+
+
 def train_rows(
     samples: Sequence[Sample],
     *,
@@ -191,7 +198,7 @@ def with_cutoff(
     rows_of_parts: Sequence[Sequence[TrainRow]], *, tau: float, ranks: Ranks
 ) -> list[list[TrainRow]]:
     """Rows that know which of their tokens ``m2po`` leaves out, judged over the whole batch; prox is computed."""
-    known = [start for rows in rows_of_parts for row in rows if (start := row.start) is not None]
+    known = [start for rows in rows_of_parts for start in known_starts(rows)]
     gaps = [prox_N - inputs.behavior_logprobs_N for prox_N, inputs in known]
     cutoff = m2po_cutoff(ranks.join(torch.cat(gaps) if gaps else torch.zeros(0)), tau=tau)
     return [
