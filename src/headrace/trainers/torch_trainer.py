@@ -36,6 +36,7 @@ from headrace.trainers.balance import ExpertBalance
 from headrace.trainers.batch_checks import check_batch, check_references
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
+from headrace.trainers.device_rows import TrainRow, known_starts, most_tokens
 from headrace.trainers.distilling import row_logprobs
 from headrace.trainers.echo import Echo
 from headrace.trainers.guard import Guard, Verdict
@@ -47,14 +48,7 @@ from headrace.trainers.options import TrainOptions
 from headrace.trainers.placement import Adapters, place_weights
 from headrace.trainers.ranks import ALONE, Ranks
 from headrace.trainers.routes import RouteTally, route_replay
-from headrace.trainers.rows import (
-    TrainRow,
-    known_starts,
-    most_tokens,
-    train_rows,
-    with_cutoff,
-    without_truncated,
-)
+from headrace.trainers.rows import train_rows, with_cutoff, without_truncated
 from headrace.types import BundleKind, Sample, StepResult, TrainBatch, WeightManifest
 
 _NOTHING = "no loss tokens"

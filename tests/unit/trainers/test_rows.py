@@ -10,7 +10,8 @@ import torch
 
 from headrace.models.uploads import to_device
 from headrace.trainers import rows as rows_module
-from headrace.trainers.rows import known_starts, most_tokens, train_rows
+from headrace.trainers.device_rows import LazyRows, known_starts, most_tokens
+from headrace.trainers.rows import train_rows
 from headrace.types import NO_KV, Sample
 
 
@@ -31,7 +32,7 @@ def sample(group: int, num_prompt: int, num_sampled: int) -> Sample:
     )
 
 
-def make_rows(samples: list[Sample]) -> rows_module.LazyRows:
+def make_rows(samples: list[Sample]) -> LazyRows:
     return train_rows(
         samples,
         version=4,
