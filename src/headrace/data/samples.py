@@ -32,9 +32,8 @@ def build_samples(
     if len(advantages) != len(group.episodes):
         raise ValueError(f"advantages: {len(advantages)} given for {len(group.episodes)} episodes")
     chains = _all_chains(group.episodes)
-    columns = _Columns(sum([_num_tokens(chain) for _, chain in chains]))
-    of_turn = _by_turn(group.episodes, advantages)
-    samples = [columns.sample(group.group, episode.attempt, of_turn, chain) for episode, chain in chains]
+    columns = _Columns([chain for _, chain in chains], _by_turn(group.episodes, advantages))
+    samples = [columns.sample(group.group, episode.attempt, chain) for episode, chain in chains]
     if group.ref_logprobs is not None:
         pairs = zip(samples, group.ref_logprobs, strict=True)
         samples = [replace(sample, ref_logprobs=logprobs) for sample, logprobs in pairs]
@@ -51,11 +50,11 @@ def _by_turn(
     of_turn: dict[int, float | np.ndarray] = {}
     for episode, advantage in zip(episodes, advantages, strict=True):
         turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
-        parts = [advantage] * len(turns)
-        if isinstance(advantage, np.ndarray):
-            borders = np.cumsum([turn.completion.num_tokens for turn in turns])
-            parts = np.split(advantage, borders[:-1])
-        of_turn.update(zip(map(id, turns), parts, strict=True))
+        if not isinstance(advantage, np.ndarray):
+            of_turn.update({id(turn): advantage for turn in turns})
+            continue
+        borders = np.cumsum([turn.completion.num_tokens for turn in turns])
+        of_turn.update(zip(map(id, turns), np.split(advantage, borders[:-1]), strict=True))
     return of_turn
 
 
@@ -138,34 +137,23 @@ class _Columns:
     """The tokens of a group's samples side by side, of which every sample is a stretch: a handful of arrays
     is made for the group instead of for each attempt."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(
+        self, chains: Sequence[Sequence[Turn]], advantage_of_turn: Mapping[int, float | np.ndarray]
+    ) -> None:
         self._used = 0
-        self._token_ids = np.empty(num_tokens, dtype=np.int32)
-        self._loss_mask = np.zeros(num_tokens, dtype=bool)
-        self._logprobs = np.zeros(num_tokens, dtype=np.float32)
-        self._versions = np.full(num_tokens, -1, dtype=np.int32)
-        self._advantages = np.zeros(num_tokens, dtype=np.float32)
+        ends, turns = [chain[-1] for chain in chains], [turn for chain in chains for turn in chain]
+        shown = [ids for turn in ends for ids in (turn.prompt_ids, turn.completion.token_ids)]
+        sizes = _sizes(chains)
+        self._token_ids = _joined(shown, np.int32)
+        self._loss_mask = np.repeat(np.array([False, True] * len(turns), dtype=bool), sizes)
+        self._logprobs = _among(sizes, [turn.completion.logprobs for turn in turns], 0, np.float32)
+        self._versions = _among(sizes, [turn.completion.versions for turn in turns], -1, np.int32)
+        self._advantages = _among(sizes, [advantage_of_turn[id(turn)] for turn in turns], 0, np.float32)
 
-    def sample(
-        self,
-        group: int,
-        attempt: int,
-        advantage_of_turn: Mapping[int, float | np.ndarray],
-        chain: Sequence[Turn],
-    ) -> Sample:
-        """The next stretch, filled with ``chain``."""
+    def sample(self, group: int, attempt: int, chain: Sequence[Turn]) -> Sample:
+        """The next stretch, which is that of ``chain``."""
         start, last, num_tokens = self._used, chain[-1], _num_tokens(chain)
         end = self._used = start + num_tokens
-        answer = start + last.prompt_ids.shape[0]
-        self._token_ids[start:answer] = last.prompt_ids
-        self._token_ids[answer:end] = last.completion.token_ids
-        for turn in chain:
-            first = start + turn.prompt_ids.shape[0]
-            span = slice(first, first + turn.completion.num_tokens)
-            self._loss_mask[span] = True
-            self._logprobs[span] = turn.completion.logprobs
-            self._versions[span] = turn.completion.versions
-            self._advantages[span] = advantage_of_turn[id(turn)]
         return Sample(
             group=group,
             attempt=attempt,
@@ -180,6 +168,35 @@ class _Columns:
             routing=_chain_routing(chain, num_tokens),
             sampling_mask=_chain_sampling_mask(chain, num_tokens),
         )
+
+
+def _sizes(chains: Sequence[Sequence[Turn]]) -> list[int]:
+    """Along all chains and for each turn: tokens before it that it did not sample, and tokens that it did."""
+    sizes: list[int] = []
+    for chain in chains:
+        end = 0
+        for turn in chain:
+            start, num_sampled = len(turn.prompt_ids), len(turn.completion.token_ids)
+            sizes += (start - end, num_sampled)
+            end = start + num_sampled
+    return sizes
+
+
+def _among(
+    sizes: Sequence[int], sampled: Sequence[float | np.ndarray], elsewhere: int, dtype: type
+) -> np.ndarray:
+    """What each turn's sampled tokens have, an entry for each or one for all, among tokens that were not sampled."""
+    if not any(isinstance(values, np.ndarray) for values in sampled):
+        return np.repeat(np.array([x for value in sampled for x in (elsewhere, value)], dtype=dtype), sizes)
+    blank: np.ndarray = np.full(max(sizes[::2]), elsewhere, dtype=dtype)
+    pieces: list[np.ndarray] = []
+    for num_before, size, values in zip(sizes[::2], sizes[1::2], sampled, strict=True):
+        pieces += (blank[:num_before], values if isinstance(values, np.ndarray) else np.full(size, values))
+    return _joined(pieces, dtype)
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.zeros(0, dtype=dtype)
 
 
 def _num_tokens(chain: Sequence[Turn]) -> int:

@@ -59,7 +59,8 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
     def write(self, pieces: Sequence[bytes]) -> None:
         for piece in pieces:
-            self.transport.write(piece)
+            # What the socket does not take at once is cut off: of a view without copying it.
+            self.transport.write(memoryview(piece))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

@@ -49,11 +49,12 @@ class Journal:
         if not len(self._unwritten):
             return
         body = self._unwritten.take()
-        frame = _FRAME.pack(len(body), zlib.crc32(body)) + body
+        header = _FRAME.pack(len(body), zlib.crc32(body))
+        num_bytes = len(header) + len(body)
         try:
-            written = os.write(self._fd, frame)
-            if written != len(frame):
-                raise OSError(f"only {written} of {len(frame)} bytes were written")
+            written = os.writev(self._fd, (header, body))
+            if written != num_bytes:
+                raise OSError(f"only {written} of {num_bytes} bytes were written")
         except OSError as e:
             # Later records build on the lost ones, and nothing behind a torn frame could be read again.
             self._failure = self._unwritable(e)

@@ -18,9 +18,9 @@ import torch
 from headrace.algos import distillation
 from headrace.algos.aggregation import aggregate
 from headrace.errors import ConfigError, TrainingError
+from headrace.trainers.device_rows import TeacherInputs, TrainRow
 from headrace.trainers.logprobs import RowTensors, TokenValues
 from headrace.trainers.objective import RowOutcome
-from headrace.trainers.rows import TeacherInputs, TrainRow
 from headrace.types import TrainBatch
 
 

@@ -18,10 +18,10 @@ import torch
 
 from headrace.algos.aggregation import aggregate
 from headrace.errors import ConfigError
+from headrace.trainers.device_rows import TrainRow
 from headrace.trainers.metrics import RowRecord
 from headrace.trainers.objective import RowOutcome
 from headrace.trainers.ranks import ALONE, Ranks
-from headrace.trainers.rows import TrainRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ Legend: N loss tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import overload
 
 import numpy as np
 import torch
@@ -23,86 +22,14 @@ from headrace.algos.aggregation import Aggregation, component_weights, sequence_
 from headrace.algos.corrections import m2po_cutoff
 from headrace.data.packing import PackedRow, pack
 from headrace.models.uploads import to_device
-from headrace.trainers.logprobs import RowTensors, row_tensors
+from headrace.trainers.device_rows import LazyRows, TeacherInputs, TrainRow, known_starts
+from headrace.trainers.logprobs import row_tensors
 from headrace.trainers.objective import LossInputs, Part
 from headrace.trainers.ranks import ALONE, Ranks
 from headrace.types import NO_KV, Sample, TrainBatch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherInputs:
-    """What a teacher said of a row's loss tokens."""
-
-    logprobs_N: torch.Tensor
-    top_ids_NK: torch.Tensor | None
-    """int64; None: its likeliest tokens are not known."""
-    top_logprobs_NK: torch.Tensor | None
-    weights_N: torch.Tensor
-    """float32, each token's share in the step's distillation; 0 where there is no teacher."""
-    mean_gap: float
-    """Mean of log mu - log teacher over the whole step."""
-
-
 COMPONENTS = ("main", "pivot")
 """What ``Sample.component`` may name."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainRow:
-    """A packed row on the device."""
-
-    tensors: RowTensors
-    inputs: LossInputs
-    sequence_share: float
-    """What each of the row's sequences counts in a mean over those of the step."""
-    teacher: TeacherInputs | None = None
-    """None: none of the row's samples has a teacher."""
-    environment_weights_E: torch.Tensor | None = None
-    """float32, the share in their own component of the tokens an environment wrote; None: they are not trained on."""
-
-    @property
-    def is_filler(self) -> bool:
-        """Computed only to keep in step with the other ranks."""
-        return self.tensors.targets_N.numel() == 0
-
-    @property
-    def start(self) -> tuple[torch.Tensor, LossInputs] | None:
-        """Log-probabilities of the weights the step starts from and what they are compared with; None: they are not
-        known before the row is computed."""
-        prox_N = self.inputs.prox_logprobs_N
-        return None if prox_N is None or self.is_filler else (prox_N, self.inputs)
-
-
-class LazyRows(Sequence[TrainRow]):
-    """Rows that are made when they are first asked for."""
-
-    def __init__(self, makers: Sequence[Callable[[], TrainRow]], *, most_tokens: int) -> None:
-        self._makers = list(makers)
-        self._made: dict[int, TrainRow] = {}
-        self.most_tokens = most_tokens
-        """Of the longest row, as it is computed."""
-
-    def __len__(self) -> int:
-        return len(self._makers)
-
-    @overload
-    def __getitem__(self, index: int) -> TrainRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TrainRow]: ...
-    def __getitem__(self, index: int | slice) -> TrainRow | list[TrainRow]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        if place not in self._made:
-            self._made[place] = self._makers[place]()
-        return self._made[place]
-
-
-def most_tokens(rows: Sequence[TrainRow]) -> int:
-    """Of the longest row, as it is computed."""
-    if isinstance(rows, LazyRows):
-        return rows.most_tokens
-    return max((row.tensors.token_ids_T.numel() for row in rows), default=0)
 
 
 def train_rows(
@@ -191,7 +118,7 @@ def with_cutoff(
     rows_of_parts: Sequence[Sequence[TrainRow]], *, tau: float, ranks: Ranks
 ) -> list[list[TrainRow]]:
     """Rows that know which of their tokens ``m2po`` leaves out, judged over the whole batch; prox is computed."""
-    known = [start for rows in rows_of_parts for row in rows if (start := row.start) is not None]
+    known = [start for rows in rows_of_parts for start in known_starts(rows)]
     gaps = [prox_N - inputs.behavior_logprobs_N for prox_N, inputs in known]
     cutoff = m2po_cutoff(ranks.join(torch.cat(gaps) if gaps else torch.zeros(0)), tau=tau)
     return [

@@ -36,6 +36,7 @@ from headrace.trainers.balance import ExpertBalance
 from headrace.trainers.batch_checks import check_batch, check_references
 from headrace.trainers.blocks import DecoderBlocks, bytes_of_a_step
 from headrace.trainers.checkpoint import Position, load_state, save_state
+from headrace.trainers.device_rows import TrainRow, known_starts, most_tokens
 from headrace.trainers.distilling import row_logprobs
 from headrace.trainers.echo import Echo
 from headrace.trainers.guard import Guard, Verdict
@@ -47,7 +48,7 @@ from headrace.trainers.options import TrainOptions
 from headrace.trainers.placement import Adapters, place_weights
 from headrace.trainers.ranks import ALONE, Ranks
 from headrace.trainers.routes import RouteTally, route_replay
-from headrace.trainers.rows import TrainRow, most_tokens, train_rows, with_cutoff, without_truncated
+from headrace.trainers.rows import train_rows, with_cutoff, without_truncated
 from headrace.types import BundleKind, Sample, StepResult, TrainBatch, WeightManifest
 
 _NOTHING = "no loss tokens"
@@ -204,10 +205,7 @@ class TorchTrainer:
         self, first: Sequence[RowRecord], later: Sequence[Sequence[TrainRow]], *, step: int
     ) -> Verdict:
         """What the guard says to the batch, as far as it is known before the first update."""
-        known = [
-            *starts(first),
-            *(start for rows in later for row in rows if (start := row.start) is not None),
-        ]
+        known = [*starts(first), *(start for rows in later for start in known_starts(rows))]
         figures = behavior_metrics(known, self._ranks)
         if self._tally is not None and self._guard.action != "off":
             figures |= self._tally.metrics(self._ranks)

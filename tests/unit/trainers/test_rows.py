@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from headrace.models.uploads import to_device
 from headrace.trainers import rows as rows_module
-from headrace.trainers.rows import most_tokens, train_rows
+from headrace.trainers.device_rows import LazyRows, known_starts, most_tokens
+from headrace.trainers.rows import train_rows
 from headrace.types import NO_KV, Sample
 
 
@@ -29,7 +32,7 @@ def sample(group: int, num_prompt: int, num_sampled: int) -> Sample:
     )
 
 
-def make_rows(samples: list[Sample]) -> rows_module.LazyRows:
+def make_rows(samples: list[Sample]) -> LazyRows:
     return train_rows(
         samples,
         version=4,
@@ -71,6 +74,15 @@ def test_the_longest_row_is_known_before_any_is_made(made):
     longest = most_tokens(rows)
     assert made == []
     assert longest == most_tokens(list(rows)) == 10
+
+
+def test_rows_that_are_not_made_yet_are_not_made_to_learn_that_nothing_is_known_of_them(made):
+    rows = make_rows([sample(0, 2, 3), sample(1, 1, 10)])
+    assert known_starts(rows) == [] and made == []
+    prox_N = torch.zeros(3)
+    first = replace(rows[0], inputs=replace(rows[0].inputs, prox_logprobs_N=prox_N))
+    ((start_N, inputs),) = known_starts([first, rows[1]])
+    assert start_N is prox_N and inputs is first.inputs
 
 
 def test_no_rows_have_no_tokens():
