@@ -38,6 +38,8 @@ Verdict = Literal["ok", "warn", "fail"]
 MISMATCH = {"float32": 1e-4, "bfloat16": 5e-2}
 """Mean difference of engine and trainer log-probabilities above which something is wrong."""
 
+_USUAL_HEAD_SIZE = 128
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -85,10 +87,7 @@ def _machine() -> Iterator[Finding]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield Finding(check="accelerators", verdict="ok", detail=", ".join(gpus) or "none: the CPU path is used")
     if gpus:
-        from headrace.models.flash import kernels_in_use
-
-        kernels = kernels_in_use(torch.device("cuda", 0), 128)
-        yield Finding(check="attention", verdict="ok", detail=f"trained by the kernels of {kernels}")
+        yield _attention()
     root = segment_root()
     free = shutil.disk_usage(root).free
     yield Finding(
@@ -97,6 +96,19 @@ def _machine() -> Iterator[Finding]:
         detail=f"{free / 2**30:.1f} GiB free in {root}"
         + ("" if free > 2**28 else ": weights of large models will not fit; enlarge it"),
     )
+
+
+def _attention() -> Finding:
+    import torch
+
+    from headrace.models.flash import kernels_in_use
+
+    try:
+        kernels = kernels_in_use(torch.device("cuda", 0), _USUAL_HEAD_SIZE)
+    except HeadraceError as error:
+        return Finding(check="attention", verdict="fail", detail=str(error))
+    trained = f"heads of size {_USUAL_HEAD_SIZE} are trained by the kernels of {kernels}"
+    return Finding(check="attention", verdict="ok", detail=trained)
 
 
 def _model(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:

@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import json
 
+import torch
+
 from headrace import demo, doctor
 from headrace.config import from_dict
+from headrace.errors import ModelError
+from headrace.models import flash
 
 
 def good(tmp_path, **changes):
@@ -73,3 +77,20 @@ def test_a_missing_model_is_a_finding_not_a_traceback(tmp_path):
     findings = doctor.examine(good(tmp_path, **{"model.path": "./nowhere"}))
     assert findings[-1].verdict == "fail"
     assert "model.path" in findings[-1].detail
+
+
+def test_kernels_that_cannot_be_used_do_not_stop_the_other_checks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(flash, "kernels_in_use", lambda device, size: f"its maker, for {size} on {device}")
+    (finding,) = [finding for finding in doctor.examine(None) if finding.check == "attention"]
+    assert finding.detail == "heads of size 128 are trained by the kernels of its maker, for 128 on cuda:0"
+
+    def broken(*_):
+        raise ModelError("attention: it cannot be imported; install it anew")
+
+    monkeypatch.setattr(flash, "kernels_in_use", broken)
+    findings = doctor.examine(None)
+    (finding,) = [finding for finding in findings if finding.check == "attention"]
+    assert finding.verdict == "fail" and finding.detail.endswith("install it anew")
+    assert findings[-1].check == "shared memory"

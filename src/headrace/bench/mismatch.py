@@ -240,7 +240,7 @@ def _rows(
 ) -> tuple[PackedRow, ...]:
     on_gpu = trainer.policy.device.type == "cuda"
     rows = packed_rows(prompts_SP, token_ids_SL, row_tokens=workload.row_tokens, share_prefixes=on_gpu)
-    trainer.blocks.fit(max(row.num_tokens for row in rows), reserved_bytes=0, slope_bytes=1)
+    trainer.blocks.fit(max(row.num_computed for row in rows), reserved_bytes=0, slope_bytes=1)
     return rows
 
 

@@ -128,7 +128,7 @@ def measure(
     clear()
     figures: dict[str, Any] = {
         "share_prefixes": share,
-        "num_tokens": sum(int(row.computed.sum()) for row in rows),
+        "num_tokens": sum(row.num_computed for row in rows),
         "num_rows": len(rows),
         "row_tokens": row_tokens,
         "first_s": first_s,
@@ -202,7 +202,7 @@ def model_flops(model: PreTrainedModel, rows: Sequence[PackedRow]) -> float:
     layers = decoder_layers(model)
     linears = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
     config, head_dim = model.config, _head_size(model.config)
-    tokens = sum(int(row.computed.sum()) for row in rows)
+    tokens = sum(row.num_computed for row in rows)
     loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
     pairs = sum(_attended_pairs(row) for row in rows)
     body = 2.0 * tokens * sum(linear.weight.numel() for linear in linears)

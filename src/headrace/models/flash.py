@@ -2,8 +2,7 @@
 
 In: queries of all segments laid end to end, the keys and values each reads, and where both begin. Out: what every
 segment gives with causal attention, the last query of a segment seeing its last key and each before it one less;
-then the gradients. On Hopper and Blackwell flash-attn-4 computes it where it is installed (the extra ``flash``),
-elsewhere the kernels that torch brings along. The two agree up to the rounding of bfloat16.
+then the gradients. On Hopper flash-attn-4 computes it where it is installed (the extra ``flash``), elsewhere the kernels that torch brings along. The two agree up to the rounding of bfloat16.
 
 Legend: T queries, R keys, Hq query heads, Hk key-value heads, D head size, S segments.
 """
@@ -16,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +25,10 @@ from headrace.errors import ModelError
 _MAX_HEAD_SIZE = 256
 _FAST_SIZES = (64, 128)
 """Those that are tested; with 80 its version 4.0.0b36 gives wrong gradients."""
-_FAST_CAPABILITIES = (9, 10)
-_FAST = "flash_attn.cute"
+_FAST_CAPABILITY = 9
+"""Hopper's: on later GPUs it has not been tried."""
+_FAST_PACKAGE = "flash-attn-4"
+_FAST_MODULE = "flash_attn.cute.interface"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def fast_kernels(device: torch.device, head_size: int) -> FastKernels | None:
     """Those for heads of this size; None: they are not installed, or not made for this device."""
     if device.type != "cuda" or head_size not in _FAST_SIZES or not _is_installed():
         return None
-    if torch.cuda.get_device_capability(device)[0] not in _FAST_CAPABILITIES:
+    if torch.cuda.get_device_capability(device)[0] != _FAST_CAPABILITY:
         return None
     # It compiles for seconds at first use, and keeps the result where it is told, but only if it is told.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -155,9 +155,9 @@ def fast_kernels(device: torch.device, head_size: int) -> FastKernels | None:
     # What it says of an argument of its own each time it compiles.
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
     try:
-        module = import_module(f"{_FAST}.interface")
+        module = import_module(_FAST_MODULE)
         return FastKernels(module._flash_attn_fwd, module._flash_attn_bwd)
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:
         raise ModelError(
             f"attention: flash-attn-4 is installed and cannot be imported ({error}); install headrace[flash] anew, "
             "or uninstall flash-attn-4 to use torch's own kernels"
@@ -172,11 +172,14 @@ def kernels_in_use(device: torch.device, head_size: int) -> str:
     """Name and version of what computes attention on a GPU."""
     if fast_kernels(device, head_size) is None:
         return f"torch {torch.__version__}"
-    return f"flash-attn-4 {metadata.version('flash-attn-4')}"
+    return f"{_FAST_PACKAGE} {metadata.version(_FAST_PACKAGE)}"
 
 
 def _is_installed() -> bool:
+    """Asked of the package and not of the module, whose name it has in common with flash-attn, the generation before:
+    that may bring a module of this name which is another, and may fail when it is imported."""
     try:
-        return find_spec(_FAST) is not None
-    except ModuleNotFoundError:
+        metadata.version(_FAST_PACKAGE)
+    except metadata.PackageNotFoundError:
         return False
+    return True

@@ -6,7 +6,7 @@ tokens that chose it) x (mean probability it was given), times the number of exp
 (arXiv 2412.19437, eq. 17), so rows and ranks may cut a batch in any way. A shared prompt counts once, for its
 first continuation.
 
-Legend: T tokens of the row, S its sequences, E experts, K chosen for each token.
+Legend: T tokens of the row that are computed, S its sequences, E experts, K chosen for each token.
 """
 
 from __future__ import annotations

@@ -87,9 +87,9 @@ class DecoderBlocks:
         """Bytes that all layers together keep for the backward, per token."""
         self.num_recomputed = 0
         vocab_size = self._model.get_input_embeddings().num_embeddings
-        sample = probe_sample(np.arange(PROBE_TOKENS) % vocab_size)
-        (row,) = pack([sample], row_tokens=PROBE_TOKENS)
-        tensors = row_tensors(row, device=self._device)
+        # The last token of a sequence is not computed.
+        sample = probe_sample(np.arange(PROBE_TOKENS + 1) % vocab_size)
+        tensors = row_tensors(pack([sample], row_tokens=PROBE_TOKENS + 1)[0], device=self._device)
         self._hidden(tensors)  # compiles
         before = torch.cuda.memory_allocated()
         kept = self._hidden(tensors)

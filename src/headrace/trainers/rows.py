@@ -127,19 +127,21 @@ def with_cutoff(
     ]
 
 
+_SILENT_TOKENS = 3
+"""Two are computed. One alone would be compiled for by itself, while the other ranks wait."""
 _SILENT = Sample(
     group=0,
     attempt=0,
-    token_ids=np.zeros(2, dtype=np.int32),
-    loss_mask=np.zeros(2, dtype=bool),
-    behavior_logprobs=np.zeros(2, dtype=np.float32),
-    versions=np.full(2, -1, dtype=np.int32),
-    advantages=np.zeros(2, dtype=np.float32),
+    token_ids=np.zeros(_SILENT_TOKENS, dtype=np.int32),
+    loss_mask=np.zeros(_SILENT_TOKENS, dtype=bool),
+    behavior_logprobs=np.zeros(_SILENT_TOKENS, dtype=np.float32),
+    versions=np.full(_SILENT_TOKENS, -1, dtype=np.int32),
+    advantages=np.zeros(_SILENT_TOKENS, dtype=np.float32),
     temperature=1.0,
     kv_versions=NO_KV,
 )
 _NO_WEIGHTS = np.zeros(0, dtype=np.float32)
-_EMPTY = (pack([_SILENT], row_tokens=2)[0], _NO_WEIGHTS, 0.0)
+_EMPTY = (pack([_SILENT], row_tokens=_SILENT_TOKENS)[0], _NO_WEIGHTS, 0.0)
 """A row without loss tokens, whose sequence weighs nothing."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home.mkdir(parents=True)
     for folder in (home, home.parent):
         (folder / "__init__.py").touch()
+    about = tmp_path / "flash_attn_4-4.0.0b1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.4\nName: flash-attn-4\nVersion: 4.0.0b1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -44,15 +48,31 @@ def test_torch_serves_where_nothing_else_is_installed_or_made_for(
     assert chosen(CUDA, 256) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert chosen(CUDA, 128) is None
-    monkeypatch.setattr(flash, "_FAST", "no_such_package.cute")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(flash, "_FAST_PACKAGE", "no-such-package")
     assert chosen(CUDA, 128) is None
+
+
+def test_the_generation_before_is_not_taken_for_it(installed: Path, tmp_path: Path) -> None:
+    """It has the same module names, and often cannot be imported beside another torch."""
+    installed.write_text("_flash_attn_fwd = _flash_attn_bwd = print")
+    (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol')")
+    shutil.rmtree(tmp_path / "flash_attn_4-4.0.0b1.dist-info")
+    assert chosen(CUDA, 128) is None
+
+
+def test_the_kernels_are_named_with_their_version(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed.write_text("_flash_attn_fwd = _flash_attn_bwd = print")
+    monkeypatch.setattr(flash, "fast_kernels", chosen)
+    assert flash.kernels_in_use(CUDA, 128) == "flash-attn-4 4.0.0b1"
+    assert flash.kernels_in_use(CUDA, 80) == f"torch {torch.__version__}"
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("import no_such_library", "no_such_library.*or uninstall"),
+        ("raise RuntimeError('no driver')", "no driver.*or uninstall"),
         ("", "install the one headrace.flash. asks for"),
     ],
 )
@@ -65,7 +85,7 @@ def test_an_installation_that_cannot_be_used_is_said_and_not_passed_over(
 
 
 @pytest.mark.parametrize("window_left", [-1, 7])
-def test_the_fast_kernels_are_told_what_torch_is(window_left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fast_kernels_are_told_everything(window_left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
     query, key, value = (torch.randn(5, heads, 8) for heads in (4, 2, 2))
     lse = torch.randn(5, 4).T
@@ -78,16 +98,20 @@ def test_the_fast_kernels_are_told_what_torch_is(window_left: int, monkeypatch: 
 
     def backward(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         told.append(options)
-        assert tensors[3] is not tensors[4] and tensors[5].is_contiguous()
+        given = (query, key, value, out, grad, found)
+        assert [x is y for x, y in zip(tensors, given, strict=True)] == [True] * 6
         return tensors[:3]
 
     monkeypatch.setattr(flash, "fast_kernels", lambda *_: FastKernels(forward, backward))
-    edges = torch.tensor([0, 2, 5], dtype=torch.int32)
-    segments = Segments(edges, edges, 3, 3, 0.5, window_left)
+    of_queries, of_keys = (torch.tensor(edges, dtype=torch.int32) for edges in ([0, 2, 5], [0, 4, 9]))
+    segments = Segments(of_queries, of_keys, 3, 5, 0.5, window_left)
     out, found = flash_forward(query, key, value, segments)
     assert torch.equal(found, lse) and found.is_contiguous()
-    grads = flash_backward(torch.ones_like(out), query, key, value, out, found, segments)
+    grad = torch.ones_like(out)
+    grads = flash_backward(grad, query, key, value, out, found, segments)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
     assert told[0] == told[1]
+    assert told[0]["cu_seqlens_q"] is of_queries and told[0]["cu_seqlens_k"] is of_keys
+    assert (told[0]["max_seqlen_q"], told[0]["max_seqlen_k"]) == (3, 5)
     assert told[0]["window_size_left"] == (None if window_left < 0 else window_left)
     assert told[0]["causal"] and told[0]["softmax_scale"] == 0.5

@@ -23,7 +23,7 @@ from headrace.models.float_residual import keep_float_residual, residual_dtype
 from headrace.models.packed_attention import build_layout, use_packed_attention
 from headrace.models.shared_prefix import segment_bounds
 from headrace.trainers.blocks import DecoderBlocks, compile_lean, decoder_layers, layers_to_recompute
-from headrace.trainers.logprobs import row_tensors, token_logprobs
+from headrace.trainers.logprobs import RowTensors, row_tensors, token_logprobs
 from headrace.types import TrainBatch
 
 
@@ -52,6 +52,21 @@ def test_recomputed_layers_give_the_same_bits(
         found.append([logprobs.detach(), *(p.grad for p in model.parameters())])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_what_layers_keep_is_divided_by_the_tokens_that_were_computed(
+    make_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_use = 0
+
+    def keep_seven_bytes_a_token(row: RowTensors) -> torch.Tensor:
+        nonlocal in_use
+        in_use += 7 * row.token_ids_T.numel()
+        return torch.zeros(0)
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: in_use)
+    blocks = DecoderBlocks(make_model(), compiled=False, hidden=keep_seven_bytes_a_token)
+    assert blocks._probe() == 7
 
 
 def half_attention(monkeypatch: pytest.MonkeyPatch) -> None:

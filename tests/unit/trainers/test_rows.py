@@ -11,6 +11,7 @@ import torch
 from headrace.models.uploads import to_device
 from headrace.trainers import rows as rows_module
 from headrace.trainers.device_rows import LazyRows, known_starts, most_tokens
+from headrace.trainers.ranks import ALONE, Ranks
 from headrace.trainers.rows import train_rows
 from headrace.types import NO_KV, Sample
 
@@ -32,7 +33,7 @@ def sample(group: int, num_prompt: int, num_sampled: int) -> Sample:
     )
 
 
-def make_rows(samples: list[Sample]) -> LazyRows:
+def make_rows(samples: list[Sample], ranks: Ranks = ALONE) -> LazyRows:
     return train_rows(
         samples,
         version=4,
@@ -41,6 +42,7 @@ def make_rows(samples: list[Sample]) -> LazyRows:
         row_tokens=12,
         share_prefixes=False,
         device=torch.device("cpu"),
+        ranks=ranks,
     )
 
 
@@ -87,6 +89,21 @@ def test_rows_that_are_not_made_yet_are_not_made_to_learn_that_nothing_is_known_
 
 def test_no_rows_have_no_tokens():
     assert most_tokens(make_rows([])) == most_tokens([]) == 0
+
+
+class BesideABusyOne(Ranks):
+    """Another rank has one row more."""
+
+    def largest(self, *values: float) -> list[float]:
+        return [value + 1 for value in values]
+
+
+def test_a_row_that_only_keeps_step_is_as_compiled_layers_know_them():
+    """Compiled code serves any number of tokens but one, which is compiled for by itself."""
+    *_, filler = make_rows([sample(0, 2, 3)], BesideABusyOne())
+    assert filler.is_filler
+    assert filler.tensors.token_ids_T.numel() == 2
+    assert most_tokens(make_rows([], BesideABusyOne())) == 2
 
 
 def test_lazy_rows_weigh_what_the_whole_step_says():
