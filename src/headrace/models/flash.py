@@ -2,7 +2,8 @@
 
 In: queries of all segments laid end to end, the keys and values each reads, and where both begin. Out: what every
 segment gives with causal attention, the last query of a segment seeing its last key and each before it one less;
-then the gradients. On Hopper flash-attn-4 computes it where it is installed (the extra ``flash``), elsewhere the kernels that torch brings along. The two agree up to the rounding of bfloat16.
+then the gradients. On Hopper flash-attn-4 computes it where it is installed (the extra ``flash``), elsewhere the
+kernels that torch brings along. The two agree up to the rounding of bfloat16.
 
 Legend: T queries, R keys, Hq query heads, Hk key-value heads, D head size, S segments.
 """
