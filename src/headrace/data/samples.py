@@ -190,8 +190,14 @@ def _among(
         return np.repeat(np.array([x for value in sampled for x in (elsewhere, value)], dtype=dtype), sizes)
     blank: np.ndarray = np.full(max(sizes[::2]), elsewhere, dtype=dtype)
     pieces: list[np.ndarray] = []
-    for num_before, size, values in zip(sizes[::2], sizes[1::2], sampled, strict=True):
-        pieces += (blank[:num_before], values if isinstance(values, np.ndarray) else np.full(size, values))
+    for num_before, size, given in zip(sizes[::2], sizes[1::2], sampled, strict=True):
+        values = given if isinstance(given, np.ndarray) else np.full(size, given)
+        if len(values) != size:
+            # Joined, they would shift those of every turn behind.
+            raise ValueError(
+                f"{len(values)} values were given for the {size} sampled tokens of a turn; give one each"
+            )
+        pieces += (blank[:num_before], values)
     return _joined(pieces, dtype)
 
 

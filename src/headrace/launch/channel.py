@@ -136,7 +136,9 @@ class Listener:
         arrival = self._arrivals.get(role) if role is not None else None
         if arrival is None or arrival.done():
             channel.abandon()
+            self._channels.discard(channel)
         else:
+            frames.accept()
             arrival.set_result(channel)
 
     async def _hello(self, channel: Channel) -> str | None:
@@ -144,11 +146,12 @@ class Listener:
         try:
             async with asyncio.timeout(_HELLO_DEADLINE_S):
                 hello = await channel.receive()
-        except (ChannelClosed, TimeoutError, ValueError):
+        except Exception:
+            # Bytes that mean nothing can fail to be decoded in any way.
             return None
         match hello:
-            case ["hello", str(role), str(token)] if hmac.compare_digest(token, self.token):
-                return role
+            case ["hello", str(role), str(token)] if token.isascii():
+                return role if hmac.compare_digest(token, self.token) else None
         return None
 
 

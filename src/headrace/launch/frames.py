@@ -2,7 +2,8 @@
 
 In: what the transport reads. Out: whole frames, in order, through ``receive``. A frame that is larger than what is read
 at a time is read straight into the memory it stays in: a batch of many megabytes is copied once on its way from the
-socket. No more is read ahead than ``READ_AHEAD_BYTES`` and one frame; the writer on the other side then waits.
+socket. No more is read ahead than ``READ_AHEAD_BYTES`` and one frame; the writer on the other side then waits. Where
+the first frame is limited, nothing behind it is looked at before ``accept``: a stranger has no memory but that.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ class FrameProtocol(asyncio.BufferedProtocol):
     def __init__(
         self, on_connect: Callable[[FrameProtocol], None] | None = None, *, max_first_bytes: int | None = None
     ) -> None:
-        """A first frame of more than ``max_first_bytes`` ends the connection; None: it may have any size."""
+        """A first frame of more than ``max_first_bytes`` ends the connection, and what follows it waits for ``accept``;
+        None: whoever is there is accepted."""
         self._max_bytes = max_first_bytes
+        self._waits_for_accept = False
         self._on_connect = on_connect
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._num_scratch = 0
@@ -53,9 +56,15 @@ class FrameProtocol(asyncio.BufferedProtocol):
             await self._arrival
         frame = self._frames.popleft()
         self._num_waiting_bytes -= len(frame)
-        if self._num_waiting_bytes <= READ_AHEAD_BYTES and not self.closed.done():
-            self.transport.resume_reading()
+        self._read_on()
         return frame
+
+    def accept(self) -> None:
+        """The first frame was judged: take what follows it, of any size."""
+        self._max_bytes, self._waits_for_accept = None, False
+        if self._frame is None:
+            self._parse()
+        self._read_on()
 
     def write(self, pieces: Sequence[bytes]) -> None:
         for piece in pieces:
@@ -90,12 +99,11 @@ class FrameProtocol(asyncio.BufferedProtocol):
     def _parse(self) -> None:
         """Take the frames out of what was read; of one that is not all there, the rest is read into its own memory."""
         at, end = 0, self._num_scratch
-        while end - at >= LENGTH.size:
+        while end - at >= LENGTH.size and not self._waits_for_accept:
             (length,) = LENGTH.unpack_from(self._scratch, at)
             if self._max_bytes is not None and length > self._max_bytes:
                 self.transport.abort()
                 return
-            self._max_bytes = None
             at += LENGTH.size
             frame, num_here = memoryview(bytearray(length)), min(length, end - at)
             frame[:num_here] = self._scratch[at : at + num_here]
@@ -110,9 +118,15 @@ class FrameProtocol(asyncio.BufferedProtocol):
     def _add(self, frame: memoryview) -> None:
         self._frames.append(frame)
         self._num_waiting_bytes += len(frame)
-        if self._num_waiting_bytes > READ_AHEAD_BYTES:
+        self._waits_for_accept = self._max_bytes is not None
+        if self._waits_for_accept or self._num_waiting_bytes > READ_AHEAD_BYTES:
             self.transport.pause_reading()
         self._wake()
+
+    def _read_on(self) -> None:
+        waits = self._waits_for_accept or self._num_waiting_bytes > READ_AHEAD_BYTES
+        if not waits and not self.closed.done():
+            self.transport.resume_reading()
 
     def _wake(self) -> None:
         if self._arrival is not None and not self._arrival.done():

@@ -9,7 +9,7 @@ Legend: N loss tokens of a row, K likeliest tokens of a teacher, E tokens that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -70,6 +70,10 @@ class LazyRows(Sequence[TrainRow]):
 
     def __len__(self) -> int:
         return len(self._makers)
+
+    def __iter__(self) -> Iterator[TrainRow]:
+        # A sequence's own ends at the first IndexError, and would take one from making a row for the last row.
+        return (self[i] for i in range(len(self)))
 
     @overload
     def __getitem__(self, index: int) -> TrainRow: ...

@@ -117,6 +117,15 @@ def test_a_wrong_number_of_advantages_is_refused() -> None:
         build_samples(group((0, [turn([1], [2])])), [1.0, 2.0])
 
 
+def test_values_that_are_not_one_for_each_sampled_token_are_refused() -> None:
+    both = group((0, [turn([1], [2, 3])]), (1, [turn([1], [4, 5])]))
+    with pytest.raises(ValueError, match="3 values were given for the 2 sampled tokens"):
+        build_samples(both, [np.zeros(3, np.float32), 0.0])
+    # What one has too much would else be what the next lacks.
+    with pytest.raises(ValueError, match="for the 2 sampled tokens"):
+        build_samples(both, [np.zeros(1, np.float32), np.zeros(3, np.float32)])
+
+
 def test_each_sample_is_as_old_as_its_oldest_sampled_token() -> None:
     attempts = [
         (i, [turn([1, 2], [3], version=v), turn([1, 2, 3], [4], version=8)]) for i, v in enumerate([7, 5, 9])

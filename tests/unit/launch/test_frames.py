@@ -116,9 +116,28 @@ def test_only_the_first_frame_is_limited():
         feed(frames, framed(bytes(10), bytes(11)), at_once=100)
         assert not transport.aborted
         assert len(await frames.receive()) == 10
+        frames.accept()
         assert len(await frames.receive()) == 11
         frames, transport = connected(max_first_bytes=10)
         feed(frames, LENGTH.pack(11), at_once=100)
         assert transport.aborted
+
+    run(use())
+
+
+@pytest.mark.parametrize("at_once", [7, 100])
+def test_nothing_behind_the_first_frame_is_looked_at_before_it_is_accepted(at_once):
+    async def use() -> None:
+        frames, transport = connected(max_first_bytes=10)
+        # No machine has the memory that the second frame asks for.
+        feed(frames, framed(b"hello") + LENGTH.pack(1 << 60), at_once=at_once)
+        assert transport.paused and not transport.aborted
+        assert bytes(await frames.receive()) == b"hello"
+        assert transport.paused, "taking the first frame accepts nobody"
+        frames, transport = connected(max_first_bytes=10)
+        feed(frames, framed(b"hello", b"", bytes(20)), at_once=100)
+        frames.accept()
+        assert not transport.paused
+        assert [len(await frames.receive()) for _ in range(3)] == [5, 0, 20]
 
     run(use())

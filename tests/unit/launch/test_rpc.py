@@ -321,6 +321,25 @@ def test_a_stranger_is_hung_up_on(tmp_path, hello):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"x" * 100, wire.encode([["hello", "role", "\u00e9"]]), wire.encode(7)],
+    ids=["nothing", "noise", "not-ascii", "no-list"],
+)
+def test_a_stranger_whose_bytes_mean_nothing_is_hung_up_on(tmp_path, frame):
+    async def main() -> None:
+        listener = Listener()
+        await listener.open(tmp_path)
+        reader, writer = await asyncio.open_unix_connection(listener.address.partition(":")[2])
+        writer.write(len(frame).to_bytes(8, "little") + frame)
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        writer.close()
+        listener.close()
+
+    asyncio.run(main())
+
+
 def test_no_controller_at_the_address(tmp_path):
     with pytest.raises(RoleError, match="engine-0 found no controller at unix:"):
         asyncio.run(connect(f"unix:{tmp_path}/none", role="engine-0", token="x"))

@@ -10,7 +10,7 @@ import torch
 
 from headrace.models.uploads import to_device
 from headrace.trainers import rows as rows_module
-from headrace.trainers.device_rows import LazyRows, known_starts, most_tokens
+from headrace.trainers.device_rows import LazyRows, TrainRow, known_starts, most_tokens
 from headrace.trainers.ranks import ALONE, Ranks
 from headrace.trainers.rows import train_rows
 from headrace.types import NO_KV, Sample
@@ -117,3 +117,11 @@ def test_an_array_of_any_layout_reaches_the_device_as_it_is():
     array = np.arange(24, dtype=np.float32).reshape(4, 6)
     for view in (array, array[:, ::2], array.T, array[::-1, 0]):
         assert np.array_equal(to_device(view, "cpu").numpy(), view)
+
+
+def test_a_row_that_cannot_be_made_does_not_end_the_rows():
+    def fails() -> TrainRow:
+        raise IndexError("a place outside the row")
+
+    with pytest.raises(IndexError, match="a place outside"):
+        list(LazyRows([fails], most_tokens=1))
