@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from headrace.data.packing import PackedRow, pack
 from headrace.engines.torch_engine import TorchEngine
@@ -110,7 +110,6 @@ def exact_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within it, a model with packed attention takes scores, softmax and sums in float32, whatever type its
     queries, keys and values have; the result is rounded to that type once."""
     AttentionInterface.register(EXACT_ATTENTION, _attend_exactly)
-    AttentionMaskInterface.register(EXACT_ATTENTION, lambda *_, **__: None)
     model.set_attn_implementation(EXACT_ATTENTION)
     try:
         yield

@@ -25,6 +25,7 @@ from headrace.engines.device_state import DeviceState
 from headrace.engines.sequences import SlotTable
 from headrace.engines.shared_prompts import SharedPromptFinder, SharedPrompts
 from headrace.kernels.shared_prefixes import SharedPrefixes
+from headrace.models.uploads import to_pinned
 
 _FIELDS = 7
 _SHARING_FIELDS = 2
@@ -183,9 +184,3 @@ class DecodeBatches:
 def _sharing_parts(numbers: Any, size: int) -> tuple[Any, Any, Any, Any]:
     """What ``SharedPrefixes`` consists of, as parts of these int32 [2, 2B], in numpy or torch."""
     return numbers[0, :size], numbers[0, size:], numbers[1, : size // 2 + 1], numbers[1, -1:]
-
-
-def to_pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array in memory that a copy to the device need not wait for."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.engines.decode_batches import DecodeBatch, to_pinned
+from headrace.engines.decode_batches import DecodeBatch
 from headrace.engines.device_kernels import DecodeRows, Kernels, PieceRows
 from headrace.engines.device_model import DeviceModel
 from headrace.engines.device_state import DeviceState, PoolAttending
 from headrace.engines.truncated_draws import CutRows
 from headrace.kernels.truncation import TruncatedDraws, new_draws
+from headrace.models.uploads import to_pinned
 
 
 @dataclass(frozen=True, slots=True)

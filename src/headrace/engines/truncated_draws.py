@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.engines.decode_batches import to_pinned
 from headrace.engines.sequences import SlotTable
 from headrace.kernels.truncation import TruncatedDraws, TruncatedRows
+from headrace.models.uploads import to_pinned
 
 LISTED_TOKENS = 1024
 """Ids of one set that travel with a flight. Sets of a trained model are nearly always smaller."""

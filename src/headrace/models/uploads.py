@@ -12,7 +12,11 @@ import torch
 
 
 def to_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if torch.device(device).type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    place = torch.device(device)
+    return to_pinned(np.ascontiguousarray(array), place).to(place, non_blocking=place.type == "cuda")
+
+
+def to_pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array in memory that a copy to the device need not wait for."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
