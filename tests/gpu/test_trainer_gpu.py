@@ -113,14 +113,15 @@ def test_head_products() -> None:
 def test_head_values_and_gradients_follow_the_float64_reference(
     ids_shape: tuple[int, ...], softcap: float | None
 ) -> None:
-    """Over several chunks, the last of which is short and kept, and a vocabulary that is no multiple of anything."""
+    """Over three chunks, of which two are kept, and a vocabulary that is no multiple of anything: the second kept chunk
+    begins at an odd address."""
     num_tokens, vocab_size = 700, 5003
     hidden = torch.randn(num_tokens, 128, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(vocab_size, 128, device="cuda") * 0.3).bfloat16().requires_grad_()
     temperatures = 0.5 + torch.rand(num_tokens, device="cuda")
     ids = torch.randint(0, vocab_size, (num_tokens, *ids_shape), device="cuda")
     upstream = torch.randn(ids.shape, device="cuda")
-    found, entropy = HeadLogprobs.apply(hidden, weight, None, ids, temperatures, softcap, 256, None, 300)
+    found, entropy = HeadLogprobs.apply(hidden, weight, None, ids, temperatures, softcap, 256, None, 500)
     grads = torch.autograd.grad((found * upstream).sum(), (hidden, weight))
 
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]

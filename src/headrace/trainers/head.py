@@ -67,10 +67,10 @@ class HeadGradients:
     def add(self, chunk: slice, grad_CV: torch.Tensor, factor_C: torch.Tensor | None = None) -> None:
         """``grad_CV``: of the uncapped logits of these tokens, up to the ``factor_C`` of each."""
         of_hidden_CH, hidden_CH = head_input_gradient(grad_CV, self._weight_VH), self._hidden_NH[chunk]
+        self._of_hidden_NH[chunk] = of_hidden_CH if factor_C is None else of_hidden_CH.mul_(factor_C[:, None])
+        del of_hidden_CH
         if factor_C is not None:
-            of_hidden_CH = of_hidden_CH * factor_C[:, None]
             hidden_CH = (hidden_CH * factor_C[:, None]).to(hidden_CH.dtype)
-        self._of_hidden_NH[chunk] = of_hidden_CH
         if self._of_weight_VH is not None:
             add_head_weight_gradient(self._of_weight_VH, grad_CV, hidden_CH)
         if self._of_bias_V is not None:

@@ -4,13 +4,16 @@ In: hidden states, the head's weight and the ids to be valued. Out: float32 log-
 entropies without. The slope of a log-probability over the logits does not depend on what the loss makes of it:
 the backward is the slopes times one factor a token, which is put to the hidden states instead of the logits. So the
 forward keeps the slopes of the last tokens in the model's dtype, as many as it is told, and of the others one
-normaliser each, from which the backward makes theirs by computing the logits again.
+normaliser each, from which the backward makes theirs by computing the logits again. What was kept lies together, so
+that its two gradient products are one each: chunk by chunk the first has too few rows to fill a GPU, and the second
+reads and writes the whole weight's gradient for every chunk.
 
-Legend: N tokens, C tokens of a chunk, A ids at each, H hidden size, V vocabulary.
+Legend: N tokens, C tokens of a chunk, K tokens whose slopes are kept, A ids at each, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,19 +43,21 @@ class HeadLogprobs(torch.autograd.Function):
         logprobs = hidden_NH.new_empty(ids.shape, dtype=torch.float32)
         entropy_N = hidden_NH.new_empty(num_tokens, dtype=torch.float32)
         normaliser_N = torch.empty_like(entropy_N)
-        ctx.slopes = {}
-        for chunk in chunks(num_tokens, chunk_tokens):
+        parts = chunks(num_tokens, chunk_tokens)
+        first_kept = _first_kept(parts, num_tokens, kept_tokens if ids.dim() == 1 else 0)
+        kept_KV = hidden_NH.new_empty((num_tokens - first_kept, weight_VH.shape[0]))
+        for chunk in parts:
             logits_CV = uncapped_logits(hidden_NH[chunk], weight_VH, bias_V)
             at = ids[chunk], temperatures_N[chunk]
             normaliser_N[chunk], logprobs[chunk], entropy_N[chunk] = _token_values(logits_CV, *at, softcap)
-            if ids.dim() == 1 and chunk.start >= num_tokens - kept_tokens:
-                ctx.slopes[chunk.start] = _slopes(
-                    logits_CV, *at, normaliser_N[chunk], softcap, hidden_NH.dtype
-                )
+            if chunk.start >= first_kept:
+                there = slice(chunk.start - first_kept, chunk.stop - first_kept)
+                _keep_slopes(kept_KV[there], logits_CV, *at, normaliser_N[chunk], softcap)
             # Gone before the next chunk's are made.
             del logits_CV
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids, temperatures_N, normaliser_N)
         ctx.softcap, ctx.chunk_tokens, ctx.master_VH = softcap, chunk_tokens, master_VH
+        ctx.first_kept, ctx.kept_KV = first_kept, kept_KV
         ctx.mark_non_differentiable(entropy_N)
         return logprobs, entropy_N
 
@@ -60,18 +65,58 @@ class HeadLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, ids, temperatures_N, normaliser_N = ctx.saved_tensors
         gradients = HeadGradients(ctx.needs_input_grad, hidden_NH, weight_VH, bias_V, ctx.master_VH)
-        has_one_id = ids.dim() == 1
-        # What was kept is used up first, so that as little as possible stands beside it.
-        for chunk in reversed(chunks(hidden_NH.shape[0], ctx.chunk_tokens)):
-            slopes_CV = ctx.slopes.pop(chunk.start, None)
-            if slopes_CV is None:
-                slopes_CV = _slopes(
-                    uncapped_logits(hidden_NH[chunk], weight_VH, bias_V), ids[chunk], temperatures_N[chunk],
-                    normaliser_N[chunk], ctx.softcap, hidden_NH.dtype, None if has_one_id else grad[chunk],
-                )  # fmt: skip
+        has_one_id, num_tokens = ids.dim() == 1, hidden_NH.shape[0]
+        # What was kept is used up first, so that as little as possible stands beside it. A second backward makes it
+        # anew.
+        first_kept, kept_KV = ctx.first_kept, ctx.kept_KV
+        ctx.first_kept, ctx.kept_KV = num_tokens, None
+        if first_kept < num_tokens:
+            of_kept = slice(first_kept, num_tokens)
+            gradients.add(of_kept, kept_KV, grad[of_kept])
+        del kept_KV
+        for chunk in chunks(num_tokens, ctx.chunk_tokens):
+            if chunk.start >= first_kept:
+                break
+            slopes_CV = _slopes(
+                uncapped_logits(hidden_NH[chunk], weight_VH, bias_V), ids[chunk], temperatures_N[chunk],
+                normaliser_N[chunk], ctx.softcap, hidden_NH.dtype, None if has_one_id else grad[chunk],
+            )  # fmt: skip
             gradients.add(chunk, slopes_CV, grad[chunk] if has_one_id else None)
             del slopes_CV
         return *gradients.results(), None, None, None, None, None, None
+
+
+def _first_kept(parts: Sequence[slice], num_tokens: int, kept_tokens: int) -> int:
+    """The first token of the first chunk that is kept whole."""
+    starts = (part.start for part in parts if part.start >= num_tokens - kept_tokens)
+    return next(starts, num_tokens)
+
+
+def _keep_slopes(
+    there_CV: torch.Tensor,
+    logits_CV: torch.Tensor,
+    ids_C: torch.Tensor,
+    temperatures_C: torch.Tensor,
+    normaliser_C: torch.Tensor,
+    softcap: float | None,
+) -> None:
+    """Written where they are kept, in the same pass over the logits that makes them."""
+    write = fused(_write_slopes, logits_CV.device.type)
+    write(there_CV, logits_CV, ids_C, temperatures_C, normaliser_C, torch.ones_like(temperatures_C), softcap)
+
+
+def _write_slopes(
+    there_CV: torch.Tensor,
+    logits_CV: torch.Tensor,
+    ids_C: torch.Tensor,
+    temperatures_C: torch.Tensor,
+    normaliser_C: torch.Tensor,
+    grad_C: torch.Tensor,
+    softcap: float | None,
+) -> None:
+    there_CV.copy_(
+        _logit_gradient(logits_CV, ids_C, temperatures_C, normaliser_C, grad_C, softcap, there_CV.dtype)
+    )
 
 
 def _slopes(
