@@ -30,6 +30,7 @@ _MOST_MESSAGES = 64  # in a frame: the other end begins with these while more ar
 _MAX_HELLO_BYTES = 4096
 _MAX_UNIX_PATH_BYTES = 100
 _HELLO_DEADLINE_S = 10.0
+_CLOSE_DEADLINE_S = 10.0
 
 
 class Channel:
@@ -63,11 +64,13 @@ class Channel:
     @property
     def backlog_bytes(self) -> int:
         """What was written and is not yet taken by the system."""
-        return self._frames.transport.get_write_buffer_size()
+        return self._frames.backlog_bytes
 
     async def close(self) -> None:
-        """Send what is queued, then hang up."""
+        """Send what is queued, then hang up; at once, if the other end does not read it in time."""
         self._flush()
+        if not await self._frames.written(_CLOSE_DEADLINE_S):
+            self._frames.transport.abort()
         self._frames.transport.close()
         # Whoever hung up first, it ends here.
         await asyncio.shield(self._frames.closed)
@@ -80,8 +83,6 @@ class Channel:
         if len(self._outbox) == 0:
             return
         frame = self._outbox.take()
-        if self._frames.transport.is_closing():
-            return
         header = LENGTH.pack(len(frame))
         self._frames.write((header + frame,) if len(frame) < _JOINED_BYTES else (header, frame))
 

@@ -3,7 +3,8 @@
 In: what the transport reads. Out: whole frames, in order, through ``receive``. A frame that is larger than what is read
 at a time is read straight into the memory it stays in: a batch of many megabytes is copied once on its way from the
 socket. No more is read ahead than ``READ_AHEAD_BYTES`` and one frame; the writer on the other side then waits. Where
-the first frame is limited, nothing behind it is looked at before ``accept``: a stranger has no memory but that.
+the first frame is limited, nothing behind it is looked at before ``accept``: a stranger has no memory but that. What is
+written goes past the transport (``socket_writer``).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import asyncio
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+
+from headrace.launch.socket_writer import SocketWriter
 
 LENGTH = struct.Struct("<Q")
 READ_AHEAD_BYTES = 4 << 20
@@ -43,6 +46,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._num_read = 0
         self._frames: deque[memoryview] = deque()
         self._num_waiting_bytes = 0
+        self._writer: SocketWriter | None = None
         self._loop = asyncio.get_running_loop()
         self._arrival: asyncio.Future[None] | None = None
         self.closed: asyncio.Future[None] = self._loop.create_future()
@@ -67,9 +71,24 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._read_on()
 
     def write(self, pieces: Sequence[bytes]) -> None:
+        """What is written after the other end went away is lost."""
+        if self.transport.is_closing():
+            return
+        if self._writer is None:
+            self._writer = SocketWriter(self.transport.get_extra_info("socket").dup())
         for piece in pieces:
-            # What the socket does not take at once is cut off: of a view without copying it.
-            self.transport.write(memoryview(piece))
+            self._writer.write(piece)
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What was written and is not yet taken by the system."""
+        return 0 if self._writer is None else self._writer.backlog_bytes
+
+    async def written(self, deadline_s: float) -> bool:
+        """Whether within so long all is taken by the system, or lost."""
+        if self._writer is None or not self.backlog_bytes:
+            return True
+        return await asyncio.to_thread(self._writer.wait_empty, deadline_s)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -78,6 +97,8 @@ class FrameProtocol(asyncio.BufferedProtocol):
             self._on_connect(self)
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._writer is not None:
+            self._writer.end()
         self.closed.set_result(None)
         self._wake()
 
