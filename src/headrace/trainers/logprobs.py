@@ -266,4 +266,6 @@ def head_bytes(
     logits = (4 + width if on_gpu else 12) * chunk
     # A narrow gradient is summed in float32, and stands beside that of a tied embedding.
     gradient = (4 if dtype == torch.float32 else 4 + 2 * width) * vocab_size * hidden_size
-    return logits * vocab_size + own_gradient * gradient + 2 * num_tokens * hidden_size * width
+    # Hidden states and their gradient, and beside them one of the two at its factor, in float32 and narrow.
+    states = (4 + 3 * width) * num_tokens * hidden_size
+    return logits * vocab_size + own_gradient * gradient + states
