@@ -118,14 +118,15 @@ def test_head_values_and_gradients_follow_the_float64_reference(
     num_tokens, vocab_size = 700, 5003
     hidden = torch.randn(num_tokens, 128, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(vocab_size, 128, device="cuda") * 0.3).bfloat16().requires_grad_()
+    bias = torch.randn(vocab_size, device="cuda").bfloat16().requires_grad_()
     temperatures = 0.5 + torch.rand(num_tokens, device="cuda")
     ids = torch.randint(0, vocab_size, (num_tokens, *ids_shape), device="cuda")
     upstream = torch.randn(ids.shape, device="cuda")
-    found, entropy = HeadLogprobs.apply(hidden, weight, None, ids, temperatures, softcap, 256, None, 500)
-    grads = torch.autograd.grad((found * upstream).sum(), (hidden, weight))
+    found, entropy = HeadLogprobs.apply(hidden, weight, bias, ids, temperatures, softcap, 256, None, 500)
+    grads = torch.autograd.grad((found * upstream).sum(), (hidden, weight, bias))
 
-    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    logits = wide[0] @ wide[1].T
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    logits = wide[0] @ wide[1].T + wide[2]
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     whole = (logits / temperatures.double()[:, None]).log_softmax(-1)
     right = whole.gather(1, ids.view(num_tokens, -1)).view(ids.shape)

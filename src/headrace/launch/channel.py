@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 import sys
 import threading
@@ -31,6 +32,7 @@ _MAX_HELLO_BYTES = 4096
 _MAX_UNIX_PATH_BYTES = 100
 _HELLO_DEADLINE_S = 10.0
 _CLOSE_DEADLINE_S = 10.0
+_log = logging.getLogger(__name__)
 
 
 class Channel:
@@ -69,9 +71,18 @@ class Channel:
     async def close(self) -> None:
         """Send what is queued, then hang up; at once, if the other end does not read it in time."""
         self._flush()
-        if not await self._frames.written(_CLOSE_DEADLINE_S):
-            self._frames.transport.abort()
-        self._frames.transport.close()
+        is_written = False
+        try:
+            is_written = await self._frames.written(_CLOSE_DEADLINE_S)
+            if not is_written:
+                _log.warning(
+                    "the other end did not read the last %d bytes within %g s; it is hung up on",
+                    self.backlog_bytes,
+                    _CLOSE_DEADLINE_S,
+                )
+        finally:
+            hang_up = self._frames.transport.close if is_written else self._frames.transport.abort
+            hang_up()
         # Whoever hung up first, it ends here.
         await asyncio.shield(self._frames.closed)
 

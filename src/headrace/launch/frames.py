@@ -19,6 +19,7 @@ from headrace.launch.socket_writer import SocketWriter
 LENGTH = struct.Struct("<Q")
 READ_AHEAD_BYTES = 4 << 20
 _SCRATCH_BYTES = 1 << 16
+_LOOK_S = 0.005
 
 
 class ChannelClosed(Exception):
@@ -86,9 +87,10 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
     async def written(self, deadline_s: float) -> bool:
         """Whether within so long all is taken by the system, or lost."""
-        if self._writer is None or not self.backlog_bytes:
-            return True
-        return await asyncio.to_thread(self._writer.wait_empty, deadline_s)
+        due = self._loop.time() + deadline_s
+        while self.backlog_bytes and self._loop.time() < due:
+            await asyncio.sleep(_LOOK_S)
+        return not self.backlog_bytes
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

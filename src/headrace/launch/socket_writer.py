@@ -9,15 +9,21 @@ Invariant: after ``end``, or once the other end is gone, nothing is written and 
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import threading
 from collections import deque
 
 _SYSTEM_BYTES = 4 << 20
-"""Asked of the system for what is under way; it gives what it allows."""
+"""Asked of the system for what is under way."""
+_MOST_BYTES = 1 << 20
+"""Written at a time: whoever writes next waits as long."""
 _LOOK_S = 1.0
 """How often a thread that waits for a reader looks whether it was told to end."""
+
+# On Linux one that needs no descriptor of its own.
+_Selector = getattr(selectors, "PollSelector", selectors.DefaultSelector)
 
 
 class SocketWriter:
@@ -25,13 +31,14 @@ class SocketWriter:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._lock = threading.Condition()
-        """Notified when nothing is left."""
+        self._lock = threading.Lock()
         self._pieces: deque[memoryview] = deque()
-        """What is not written yet; the first is being written."""
+        """What is not written yet."""
         self._backlog_bytes = 0
         self._ended = self._has_thread = False
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SYSTEM_BYTES)
+        # Some systems give less, others refuse; both are well.
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SYSTEM_BYTES)
 
     @property
     def backlog_bytes(self) -> int:
@@ -49,13 +56,8 @@ class SocketWriter:
             self._pieces.append(rest)
             self._backlog_bytes += len(rest)
             if not self._has_thread:
-                self._has_thread = True
                 threading.Thread(target=self._work_off, name="socket writer", daemon=True).start()
-
-    def wait_empty(self, deadline_s: float) -> bool:
-        """Whether within so long nothing is left to write: all is taken by the system, or lost."""
-        with self._lock:
-            return self._lock.wait_for(lambda: not self._pieces, deadline_s)
+                self._has_thread = True
 
     def end(self) -> None:
         """Write no more, and let the socket go; a second call changes nothing."""
@@ -67,16 +69,23 @@ class SocketWriter:
                 # Wakes it, wherever it waits; the socket is its to close.
                 self._shut_down()
             else:
-                self._socket.close()
+                self._rest()
 
     def _work_off(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_WRITE)
-            while self._write_first():
-                selector.select(_LOOK_S)
+        try:
+            with _Selector() as selector:
+                selector.register(self._socket, selectors.EVENT_WRITE)
+                while self._write_more():
+                    selector.select(_LOOK_S)
+        except Exception:
+            # What follows would be read as something else without what is missing.
+            with self._lock:
+                self._shut_down()
+                self._rest()
+            raise
 
-    def _write_first(self) -> bool:
-        """Whether there is more to write."""
+    def _write_more(self) -> bool:
+        """Write what fits of the first piece; whether there is more."""
         with self._lock:
             if self._pieces and not self._ended:
                 piece = self._pieces.popleft()
@@ -84,23 +93,28 @@ class SocketWriter:
                 self._backlog_bytes -= num_sent
                 if num_sent < len(piece):
                     self._pieces.appendleft(piece[num_sent:])
-                if self._pieces and not self._ended:
-                    return True
-            self._has_thread = False
-            if self._ended:
-                self._pieces.clear()
-                self._backlog_bytes = 0
-                self._socket.close()
-            self._lock.notify_all()
+            if self._pieces and not self._ended:
+                return True
+            self._rest()
             return False
 
+    def _rest(self) -> None:
+        """The thread has nothing more to write."""
+        self._has_thread = False
+        self._pieces.clear()
+        self._backlog_bytes = 0
+        if self._ended:
+            self._socket.close()
+
     def _send(self, piece: memoryview) -> int:
-        """Bytes the socket took, or that are lost because nobody is there any more: the reading side learns of that."""
         try:
-            return self._socket.send(piece)
+            return self._socket.send(piece[:_MOST_BYTES])
         except BlockingIOError:
             return 0
         except OSError:
+            # Nobody is there any more, or this cannot be sent, and nothing after it may be. Both ends learn of that
+            # where they read.
+            self._shut_down()
             return len(piece)
 
     def _shut_down(self) -> None:

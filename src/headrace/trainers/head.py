@@ -74,8 +74,7 @@ class HeadGradients:
         if self._of_weight_VH is not None:
             add_head_weight_gradient(self._of_weight_VH, grad_CV, hidden_CH)
         if self._of_bias_V is not None:
-            wide_CV = grad_CV.float()
-            self._of_bias_V += wide_CV.sum(0) if factor_C is None else factor_C @ wide_CV
+            self._of_bias_V += _weighted_sum(grad_CV, factor_C)
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Of hidden states, weight (None: it is with the master, or not needed) and bias."""
@@ -108,6 +107,14 @@ def fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
         return compiled(*arguments)
 
     return call
+
+
+def _weighted_sum(grad_CV: torch.Tensor, factor_C: torch.Tensor | None) -> torch.Tensor:
+    """float32 [V], over the tokens; on a GPU without a wide copy of what may be gigabytes."""
+    factor_C = grad_CV.new_ones(len(grad_CV)) if factor_C is None else factor_C
+    if _narrow_on_gpu(grad_CV):
+        return torch.mm(factor_C[None].to(grad_CV.dtype), grad_CV, out_dtype=torch.float32)[0]
+    return factor_C.float() @ grad_CV.float()
 
 
 def head_logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from headrace.launch import channel as channels
+from headrace.launch import socket_writer as module
 from headrace.launch.channel import Listener, open_channel
 from headrace.launch.socket_writer import SocketWriter
 
@@ -39,6 +42,13 @@ def read(connection: socket.socket, num_bytes: int) -> bytes:
     return bytes(read)
 
 
+def wait_empty(writer: SocketWriter) -> None:
+    due = time.monotonic() + DEADLINE_S
+    while writer.backlog_bytes:
+        assert time.monotonic() < due, "the backlog was not worked off"
+        time.sleep(0.001)
+
+
 def numbered(number: int, num_bytes: int) -> bytes:
     return (number.to_bytes(4, "big") * (num_bytes // 4 + 1))[:num_bytes]
 
@@ -50,7 +60,7 @@ def test_pieces_of_any_size_arrive_whole_and_in_order(ends: tuple[SocketWriter, 
         writer.write(piece)
     assert writer.backlog_bytes > 0
     assert read(other, sum(map(len, pieces))) == b"".join(pieces)
-    assert writer.wait_empty(DEADLINE_S)
+    wait_empty(writer)
     assert writer.backlog_bytes == 0
     writer.write(b"once more")
     assert read(other, 9) == b"once more"
@@ -61,7 +71,7 @@ def test_what_fits_needs_no_thread(ends: tuple[SocketWriter, socket.socket]) -> 
     before = threading.active_count()
     writer.write(b"small")
     assert threading.active_count() == before and writer.backlog_bytes == 0
-    assert writer.wait_empty(DEADLINE_S)
+    wait_empty(writer)
     assert read(other, 5) == b"small"
 
 
@@ -69,7 +79,7 @@ def test_the_end_leaves_nothing_behind(ends: tuple[SocketWriter, socket.socket])
     writer, other = ends
     writer.write(bytes(MORE_THAN_IT_HOLDS))
     writer.end()
-    assert writer.wait_empty(DEADLINE_S)
+    wait_empty(writer)
     assert writer.backlog_bytes == 0
     assert len(read(other, MORE_THAN_IT_HOLDS)) < MORE_THAN_IT_HOLDS, "the connection is shut down"
     writer.write(b"too late")
@@ -81,9 +91,53 @@ def test_what_nobody_reads_any_more_is_lost(ends: tuple[SocketWriter, socket.soc
     writer, other = ends
     writer.write(bytes(MORE_THAN_IT_HOLDS))
     other.close()
-    assert writer.wait_empty(DEADLINE_S)
+    wait_empty(writer)
     writer.write(b"nobody hears this")
     assert writer.backlog_bytes == 0
+
+
+class Refusing(socket.socket):
+    """Takes so many pieces, then one is refused."""
+
+    num_taken = 1
+
+    def send(self, data: object, flags: int = 0) -> int:
+        self.num_taken -= 1
+        if self.num_taken == -1:
+            raise OSError(errno.ENOBUFS, "no buffer space available")
+        return super().send(data, flags)
+
+
+def test_nothing_follows_what_could_not_be_sent() -> None:
+    ours, theirs = socket.socketpair()
+    refusing = Refusing(fileno=ours.detach())
+    refusing.setblocking(False)
+    theirs.settimeout(DEADLINE_S)
+    writer = SocketWriter(refusing)
+    for piece in (b"first", b"refused", b"after"):
+        writer.write(piece)
+    assert read(theirs, 100) == b"first", "the other end reads no frame that lacks its beginning"
+    writer.end()
+    theirs.close()
+
+
+def test_a_thread_that_fails_ends_the_connection(
+    ends: tuple[SocketWriter, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(module, "_Selector", refuse)
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    writer, other = ends
+    writer.write(bytes(MORE_THAN_IT_HOLDS))
+    wait_empty(writer)
+    assert len(read(other, MORE_THAN_IT_HOLDS)) < MORE_THAN_IT_HOLDS
+    for thread in threading.enumerate():
+        if thread.name == "socket writer":
+            thread.join(DEADLINE_S)
+    assert len(told) == 1
 
 
 def test_messages_leave_while_the_event_loop_is_busy(tmp_path: Path) -> None:
