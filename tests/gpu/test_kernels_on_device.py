@@ -254,7 +254,7 @@ def test_a_whole_vocabulary_is_valued_as_in_float64(num_tokens, vocab_size, ids_
 
 @pytest.mark.parametrize("offset", [0, 1], ids=["even", "odd-address"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(2, 128), (8, 128), (3, 40), (5, 3), (2, 80), (32, 128)])
+@pytest.mark.parametrize("shape", [(2, 128), (8, 128), (2, 16), (3, 40), (5, 3), (2, 80), (32, 128)])
 def test_rows_read_in_many_places_are_laid_out_and_summed(shape, dtype, offset):
     """Copies have the bits of torch's, sums those of one float32 addition after another."""
     from headrace.kernels.repeated_rows import lay_out, row_sums

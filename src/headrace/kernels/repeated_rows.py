@@ -18,7 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-_MIN_WARPS, _MAX_WARPS = 4, 16
+_USUAL_WARPS, _MAX_WARPS = 4, 16
+_MAX_ROWS = 16
+"""Of a program. With 32 Triton 3.6 does not compile the sums; rows so narrow are those of toy models."""
 _COPIED, _SUMMED = 16, 8
 """Elements of keys, and as many of values, that a thread holds: one or two accesses of 16 bytes each in bfloat16."""
 
@@ -53,11 +55,11 @@ def row_sums(
 
 
 def _block(rows: torch.Tensor, per_thread: int) -> dict[str, int]:
-    """What one program does: whole rows, as many as the fewest warps hold, and more warps for a wider row."""
+    """What one program does: as many whole rows as four warps hold, with more warps for a wider row."""
     width = math.prod(rows.shape[1:])
     padded = triton.next_power_of_2(width)
-    num_rows = max(1, _MIN_WARPS * 32 * per_thread // padded)
-    num_warps = min(_MAX_WARPS, num_rows * padded // (32 * per_thread))
+    num_rows = max(1, min(_MAX_ROWS, _USUAL_WARPS * 32 * per_thread // padded))
+    num_warps = max(1, min(_MAX_WARPS, num_rows * padded // (32 * per_thread)))
     return {"W": width, "W_PAD": padded, "B": num_rows, "num_warps": num_warps}
 
 

@@ -99,7 +99,7 @@ def test_no_tokens_have_no_values() -> None:
         assert values.shape == (0,)
 
 
-ROW_SHAPES = [(1, 8), (3, 40), (5, 3), (2, 512), (9, 257)]
+ROW_SHAPES = [(1, 8), (2, 16), (3, 40), (5, 3), (2, 512), (9, 257)]
 """Of which a program takes many, some or one."""
 
 
