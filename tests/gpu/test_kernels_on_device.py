@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -250,19 +252,41 @@ def test_a_whole_vocabulary_is_valued_as_in_float64(num_tokens, vocab_size, ids_
         assert (values - right).norm() < 2e-6 * (right.norm() + num_tokens**0.5)
 
 
+@pytest.mark.parametrize("offset", [0, 1], ids=["even", "odd-address"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_read_in_many_places_are_summed_as_in_float64(dtype):
-    from headrace.kernels.row_sums import row_sums
+@pytest.mark.parametrize("shape", [(2, 128), (8, 128), (2, 16), (3, 40), (5, 3), (2, 80), (32, 128)])
+def test_rows_read_in_many_places_are_laid_out_and_summed(shape, dtype, offset):
+    """Copies have the bits of torch's, sums those of one float32 addition after another."""
+    from headrace.kernels.repeated_rows import lay_out, row_sums
 
-    tokens = torch.randint(0, 12_051, (17_000,), device=CUDA)
-    rows = torch.randn((17_000, 2, 128), device=CUDA).to(dtype)
-    edges = torch.bincount(tokens, minlength=12_051).cumsum(0)
-    starts = torch.cat((edges.new_zeros(1), edges)).int()
-    found = row_sums(rows, starts, tokens.argsort(stable=True).int())
-    expected = torch.zeros((12_051, 2, 128), device=CUDA, dtype=torch.float64).index_add_(
-        0, tokens, rows.double()
-    )
-    assert (found - expected).norm() / expected.norm() < (1e-6 if dtype == torch.float32 else 2**-8)
+    num_tokens, num_places = 12_051, 17_003
+
+    def random_rows(count):
+        numel = count * math.prod(shape)
+        return torch.randn(numel + offset, device=CUDA).to(dtype)[offset:].view(count, *shape)
+
+    tokens = torch.randint(0, num_tokens, (num_places,), device=CUDA)
+    tokens[: num_places // 8] %= 100
+    pair = random_rows(num_tokens), random_rows(num_tokens)
+    for laid, rows in zip(lay_out(*pair, tokens.int()), pair, strict=True):
+        assert torch.equal(laid, rows.index_select(0, tokens))
+
+    sizes = torch.bincount(tokens, minlength=num_tokens)
+    starts = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
+    places = tokens.argsort(stable=True)
+    pair = random_rows(num_places), random_rows(num_places)
+    found = row_sums(*pair, starts.int(), places.int())
+    again = row_sums(*pair, starts.int(), places.int())
+    for sums, same, rows in zip(found, again, pair, strict=True):
+        assert torch.equal(sums, same)
+        expected = torch.zeros((num_tokens, *shape), device=CUDA, dtype=torch.float64)
+        expected.index_add_(0, tokens, rows.double())
+        assert (sums - expected).norm() / expected.norm() < (1e-6 if dtype == torch.float32 else 2**-8)
+        in_order = torch.zeros((num_tokens, *shape), device=CUDA)
+        for number in range(int(sizes.max())):
+            more = sizes > number
+            in_order[more] += rows[places[starts[:-1][more] + number]].float()
+        assert torch.equal(sums, in_order.to(dtype))
 
 
 @pytest.mark.parametrize("shape", [(8960, 1536), (1536,), (151_936, 1536), (1001, 33)])

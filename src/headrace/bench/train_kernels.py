@@ -1,4 +1,4 @@
-"""The trainer's GPU kernels beside the compiled functions they stand for: ``python -m headrace.bench.train_kernels``.
+"""The trainer's GPU kernels beside the functions they stand for: ``python -m headrace.bench.train_kernels``.
 
 Out: two lines a shape, as ``bench.kernels`` writes them. Shapes are those of Qwen2 1.5B and rows of 12,051 tokens.
 Both sides of a pair run over the same memory.
@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from headrace.bench.kernels import COLD_BYTES, VOCAB_SIZE, Case, report
+from headrace.bench.kernels import COLD_BYTES, MODELS, VOCAB_SIZE, Case, report
 from headrace.kernels import add as add_kernel
-from headrace.kernels import head_values
+from headrace.kernels import head_values, repeated_rows
+from headrace.models.shared_prefix import segment_bounds
 from headrace.trainers.head import fused
 from headrace.trainers.whole_head import plain_token_values
 
 HEAD_CHUNKS = (1722, 256, 16)
 """Tokens whose logits are held at once: many, some, and few."""
 ADDED_SHAPES = ((8960, 1536), (1536, 1536), (256, 1536), (1536,))
+GROUPS = (4, 192, 8, 384)
+"""Of a row with shared prompts: how many, tokens of a prompt, continuations of each and their tokens."""
 
 
 def cases(device: torch.device) -> Iterator[Case]:
@@ -27,6 +30,8 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield from token_values(num_tokens, device)
     for shape in ADDED_SHAPES:
         yield from add(shape, device)
+    for model in MODELS:
+        yield from shared_rows(model, device)
 
 
 def token_values(num_tokens: int, device: torch.device) -> Iterator[Case]:
@@ -61,6 +66,41 @@ def add(shape: tuple[int, ...], device: torch.device) -> Iterator[Case]:
     name = f"add {' x '.join(map(str, shape))}"
     yield Case(name, launches(add_kernel.add_to), num_bytes, "TB/s")
     yield Case(f"{name} compiled", launches(peer), num_bytes, "TB/s")
+
+
+def shared_rows(model: str, device: torch.device) -> Iterator[Case]:
+    """Keys and values laid out as they are read, then their gradients summed; bytes are of each row read once and each
+    result written."""
+    num_groups, prompt, members, own = GROUPS
+    lengths = [prompt] * num_groups + [own] * (num_groups * members)
+    parents = [-1] * num_groups + [group for group in range(num_groups) for _ in range(members)]
+    bounds = segment_bounds(lengths, parents, device=device)
+    num_segments, _, _, num_tokens, num_places = bounds.counts.tolist()
+    sizes = [num_segments + 1, num_segments + 1, num_places, num_tokens + 1, num_places]
+    _, _, tokens, starts, places = bounds.edges.split(sizes)
+    _, num_kv, dim = MODELS[model]
+    num_bytes = 2 * (num_tokens + num_places) * num_kv * dim * 2
+    copies = max(2, min(32, int(COLD_BYTES // num_bytes)))
+
+    def pairs(count: int) -> list[torch.Tensor]:
+        return [torch.randn((2, count, num_kv, dim), device=device).bfloat16() for _ in range(copies)]
+
+    def plain_lay_out(key: torch.Tensor, value: torch.Tensor) -> None:
+        key.index_select(0, tokens), value.index_select(0, tokens)
+
+    def plain_sums(*grads: torch.Tensor) -> None:
+        for grad in grads:
+            total = grad.new_zeros((num_tokens, num_kv, dim), dtype=torch.float32)
+            total.index_add_(0, tokens, grad.float()).to(grad.dtype)
+
+    laid, summed = pairs(num_tokens), pairs(num_places)
+    shape = f"{model} {num_places} keys"
+    ours = [_launch(repeated_rows.lay_out, *pair, tokens) for pair in laid]
+    yield Case(f"lay out {shape}", ours, num_bytes, "TB/s")
+    yield Case(f"lay out {shape} torch", [_launch(plain_lay_out, *pair) for pair in laid], num_bytes, "TB/s")
+    ours = [_launch(repeated_rows.row_sums, *pair, starts, places) for pair in summed]
+    yield Case(f"sum {shape}", ours, num_bytes, "TB/s")
+    yield Case(f"sum {shape} torch", [_launch(plain_sums, *pair) for pair in summed], num_bytes, "TB/s")
 
 
 def _plain_add(total: torch.Tensor, term: torch.Tensor) -> None:

@@ -96,21 +96,31 @@ class _Reading:
     starts: torch.Tensor | None
     places_R: torch.Tensor | None
 
-    def laid_out(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, Hk, D] as it is read, [R, Hk, D]."""
-        return x if self.tokens_R is None else x.index_select(0, self.tokens_R)
+    def laid_out(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, Hk, D] as they are read, [R, Hk, D]."""
+        if self.tokens_R is None:
+            return key, value
+        if key.is_cuda:
+            from headrace.kernels.repeated_rows import lay_out
 
-    def gathered(self, grad: torch.Tensor) -> torch.Tensor:
+            return lay_out(key, value, self.tokens_R)
+        return key.index_select(0, self.tokens_R), value.index_select(0, self.tokens_R)
+
+    def gathered(self, of_keys: torch.Tensor, of_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The reverse for gradients: each token the sum of all its places."""
         if self.starts is None or self.places_R is None or self.tokens_R is None:
-            return grad
-        num_tokens = len(self.starts) - 1
-        if grad.is_cuda:
-            from headrace.kernels.row_sums import row_sums
+            return of_keys, of_values
+        if of_keys.is_cuda:
+            from headrace.kernels.repeated_rows import row_sums
 
-            return row_sums(grad, self.starts, self.places_R)
-        total = grad.new_zeros((num_tokens, *grad.shape[1:]), dtype=torch.float64)
-        return total.index_add_(0, self.tokens_R, grad.double()).to(grad.dtype)
+            return row_sums(of_keys, of_values, self.starts, self.places_R)
+        num_tokens = len(self.starts) - 1
+        return _added_up(of_keys, self.tokens_R, num_tokens), _added_up(of_values, self.tokens_R, num_tokens)
+
+
+def _added_up(grad: torch.Tensor, tokens_R: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    total = grad.new_zeros((num_tokens, *grad.shape[1:]), dtype=torch.float64)
+    return total.index_add_(0, tokens_R, grad.double()).to(grad.dtype)
 
 
 def _reading(edges: torch.Tensor, counts: torch.Tensor, scale: float, window_left: int) -> _Reading:
@@ -133,7 +143,7 @@ def _segment_attention(
     window_left: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     reading = _reading(edges, counts, scale, window_left)
-    return flash_forward(query, reading.laid_out(key), reading.laid_out(value), reading.segments)
+    return flash_forward(query, *reading.laid_out(key, value), reading.segments)
 
 
 @_segment_attention.register_fake
@@ -159,15 +169,9 @@ def _segment_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     reading = _reading(edges, counts, scale, window_left)
     of_query, of_keys, of_values = flash_backward(
-        grad.contiguous(),
-        query,
-        reading.laid_out(key),
-        reading.laid_out(value),
-        out,
-        lse,
-        reading.segments,
+        grad.contiguous(), query, *reading.laid_out(key, value), out, lse, reading.segments
     )
-    return of_query, reading.gathered(of_keys), reading.gathered(of_values)
+    return of_query, *reading.gathered(of_keys, of_values)
 
 
 @_segment_attention_backward.register_fake

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ require_kernels()
 
 from headrace.kernels.add import add_to  # noqa: E402
 from headrace.kernels.head_values import token_values  # noqa: E402
-from headrace.kernels.row_sums import row_sums  # noqa: E402
+from headrace.kernels.repeated_rows import lay_out, row_sums  # noqa: E402
 from headrace.trainers.whole_head import plain_token_values  # noqa: E402
 
 # What the interpreter's exponentials overflow to is what the kernel wants.
@@ -99,18 +99,62 @@ def test_no_tokens_have_no_values() -> None:
         assert values.shape == (0,)
 
 
+ROW_SHAPES = [(1, 8), (2, 16), (3, 40), (5, 3), (2, 512), (9, 257)]
+"""Of which a program takes many, some or one."""
+
+
+def random_pair(shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return [torch.randn(shape, generator=generator).to(dtype).to(DEVICE) for _ in range(2)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 16), (1, 8), (3, 40)])
-def test_sums_of_rows_are_those_of_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Of several, of one and of none."""
-    places = [[4, 0, 7], [1], [], [2, 3], [5, 6, 8, 9]]
-    rows = torch.randn((10, *shape), generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
-    starts = torch.tensor([0, *accumulate(map(len, places))], dtype=torch.int32, device=DEVICE)
-    found = row_sums(rows, starts, torch.tensor([*chain(*places)], dtype=torch.int32, device=DEVICE))
-    expected = torch.stack([rows[part].double().sum(0) for part in places])
-    assert found.dtype == dtype
-    # The interpreter cuts float32 off to bfloat16 instead of rounding it.
-    assert relative_error(found, expected.cpu()) < (1e-6 if dtype == torch.float32 else 2**-7)
+@pytest.mark.parametrize("shape", ROW_SHAPES)
+@pytest.mark.parametrize("num_places", [0, 1, 64, 133])
+def test_keys_and_values_are_laid_out_as_torch_does(
+    num_places: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    key, value = random_pair((31, *shape), dtype)
+    generator = torch.Generator().manual_seed(num_places)
+    tokens = torch.randint(0, 31, (num_places,), generator=generator, dtype=torch.int32).to(DEVICE)
+    found = lay_out(key, value, tokens)
+    for laid, rows in zip(found, (key, value), strict=True):
+        assert laid.dtype == dtype and torch.equal(laid, rows[tokens.long()])
+
+
+def in_order(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """One float32 addition after another."""
+    total = torch.zeros(rows.shape[1:], device=rows.device)
+    for place in places:
+        total = total + rows[place].float()
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ROW_SHAPES)
+def test_sums_of_rows_are_taken_in_the_order_of_their_places(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Of none, of one, and of so many that they are read in several turns."""
+    sizes = [3, 1, 0, 2, 4, 1, 1, 5, 16, 9, 0, *[1] * 60, 8, 0]
+    order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(1)).int()
+    starts = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+    key, value = random_pair((sum(sizes), *shape), dtype)
+    found = row_sums(key, value, starts.to(DEVICE), order.to(DEVICE))
+    for sums, rows in zip(found, (key, value), strict=True):
+        expected = torch.stack([in_order(rows, part.tolist()) for part in order.split(sizes)])
+        assert sums.dtype == dtype
+        if dtype == torch.float32:
+            assert torch.equal(sums, expected)
+        else:
+            # The interpreter cuts float32 off to bfloat16 instead of rounding it.
+            assert relative_error(sums, expected.double().cpu()) < 2**-7
+
+
+def test_no_rows_have_no_sums() -> None:
+    nothing = torch.empty((0, 2, 8), device=DEVICE)
+    edge, places = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (1, 0))
+    assert [x.shape for x in row_sums(nothing, nothing, edge, places)] == [(0, 2, 8)] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
