@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from headrace.errors import InvariantError
+
 
 def joined_product(
     x: torch.Tensor,
@@ -39,7 +41,23 @@ def _joined_product(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
 ) -> torch.Tensor:
+    _check_memory(whole, weights)
+    if whole_bias is not None:
+        _check_memory(whole_bias, biases)
     return F.linear(x, whole, whole_bias)
+
+
+def _check_memory(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """A model that was copied or moved after its layers were joined would go on computing with weights that no
+    update reaches."""
+    place = whole.data_ptr()
+    for part in parts:
+        if part.data_ptr() != place:
+            raise InvariantError(
+                "joined layers no longer share the memory they are computed with: copy or move a model first, then "
+                "join its layers"
+            )
+        place += part.nbytes
 
 
 @_joined_product.register_fake

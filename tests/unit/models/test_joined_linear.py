@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from headrace.errors import InvariantError
 from headrace.models.joined_linear import QUERY_KEY_VALUE, JoinedLinear, join_linears
 from headrace.models.loading import make_tiny_model
 from headrace.models.tensors import load_blobs, named_tensors, to_blobs
@@ -55,3 +56,10 @@ def test_layers_that_are_not_alike_stay_apart(tmp_path):
     for layer in model.model.layers:
         layer.self_attn.v_proj.bias = torch.nn.Parameter(torch.zeros(layer.self_attn.v_proj.out_features))
     assert join_linears(model, (QUERY_KEY_VALUE,)) == 0
+
+
+def test_a_copy_of_joined_layers_is_not_trained(tmp_path):
+    model = make_tiny_model(tmp_path, vocab_size=61)
+    join_linears(model, (QUERY_KEY_VALUE,))
+    with pytest.raises(InvariantError, match="first, then join"):
+        copy.deepcopy(model)(torch.arange(20).unsqueeze(0))
