@@ -18,6 +18,7 @@ from headrace.data.packing import pack
 from headrace.memory.architecture import examine
 from headrace.models import flash
 from headrace.models.float_residual import keep_float_residual
+from headrace.models.joined_linear import QUERY_KEY_VALUE, join_linears
 from headrace.models.packed_attention import use_packed_attention
 from headrace.models.shared_prefix import segment_attention, segment_bounds
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
@@ -153,6 +154,7 @@ def small_model(family: str = "qwen2") -> PreTrainedModel:
     return build_random_model(config, device="cuda", dtype=torch.float32)
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize(
     ("family", "share", "compiled"),
     [
@@ -163,7 +165,9 @@ def small_model(family: str = "qwen2") -> PreTrainedModel:
         ("gemma2", True, True),
     ],
 )
-def test_values_and_gradients_follow_the_float32_reference(family: str, share: bool, compiled: bool) -> None:
+def test_values_and_gradients_follow_the_float32_reference(
+    family: str, share: bool, compiled: bool, joined: bool
+) -> None:
     model = small_model(family)
     samples = random_samples(
         Workload(num_groups=3, group_size=4, prompt_tokens=40, completion_tokens=25), vocab_size=500
@@ -179,6 +183,8 @@ def test_values_and_gradients_follow_the_float32_reference(family: str, share: b
     model.zero_grad()
 
     use_packed_attention(reference.policy)
+    if joined:
+        join_linears(reference.policy, (QUERY_KEY_VALUE,))
     blocks = DecoderBlocks(reference.policy, compiled=compiled)
     for num_recomputed in (0, 2):
         blocks.num_recomputed = num_recomputed
@@ -260,7 +266,8 @@ def test_streamed_moments_give_the_bits_of_moments_on_the_gpu() -> None:
             assert torch.equal(value.cpu(), second.state[other][key].cpu()), key
 
 
-def test_a_compiled_layer_keeps_what_the_plan_says() -> None:
+@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
+def test_a_compiled_layer_keeps_what_the_plan_says(joined: bool) -> None:
     # As in a process of its own: layers of other widths, compiled by other tests, change what a compiler chooses.
     torch.compiler.reset()
     config = Qwen2Config(
@@ -270,6 +277,8 @@ def test_a_compiled_layer_keeps_what_the_plan_says() -> None:
     model = build_random_model(config, device="cuda", dtype=torch.bfloat16)
     use_packed_attention(model)
     keep_float_residual(model)
+    if joined:
+        join_linears(model, (QUERY_KEY_VALUE,))
     found = DecoderBlocks(model, compiled=True)._probe()
     planned = examine(config, torch.bfloat16).compiled
     assert found == pytest.approx(planned.layers + planned.outside, rel=0.05)

@@ -4,7 +4,9 @@ In: a model with query, key and value projections, or gate and up projections, a
 same model, whose parameters keep their names and are now parts of one larger matrix, so that loading weights
 in place still works. The first of them computes all, and what is put beside it (``beside``) changes the product
 of all; the others hand out their share. For a few rows a product
-costs its weights' way through memory plus a fixed toll, and this pays the toll once.
+costs its weights' way through memory plus a fixed toll, and this pays the toll once. Where weights are trained
+(``joined_product``), narrow products that leave much of a GPU idle become part of a wide one, and their input gets one
+gradient instead of several that are added up.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+from headrace.models.joined_product import joined_product
+
+QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+_TOGETHER = (QUERY_KEY_VALUE, ("gate_proj", "up_proj"))
 
 
-def join_linears(model: nn.Module) -> int:
-    """Join what can be joined, for good; returns how many products were saved."""
+def join_linears(model: nn.Module, together: Sequence[Sequence[str]] = _TOGETHER) -> int:
+    """Join what can be joined of layers named ``together``, for good; returns how many products were saved."""
     saved = 0
     for module in list(model.modules()):
-        for names in _TOGETHER:
+        for names in together:
             parts = [getattr(module, name, None) for name in names]
             linears = [part for part in parts if type(part) is nn.Linear]
             if len(linears) == len(names) and _alike(linears):
@@ -34,8 +39,8 @@ def join_linears(model: nn.Module) -> int:
 class _Shares:
     """The product of one call, until every layer has taken its share."""
 
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
+    def __init__(self) -> None:
+        self.layers: list[JoinedLinear] = []
         self.left = 0
         self.product: torch.Tensor | None = None
 
@@ -54,6 +59,7 @@ class JoinedLinear(nn.Module):
         self.out_features = linear.out_features
         self.start = start
         self.shares = shares
+        shares.layers.append(self)
         self.beside: nn.Module | None = None
         """Of the first layer: called with the input and the product, gives the product to use."""
         self._is_first = joined is not None
@@ -69,15 +75,24 @@ class JoinedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shares = self.shares
         if self._is_first:
-            product = nn.functional.linear(x, self._joined_weight, self._joined_bias)
+            product = self._product(x)
             shares.product = product if self.beside is None else self.beside(x, product)
-            shares.left = shares.num_layers
+            shares.left = len(shares.layers)
         whole = shares.product
         assert whole is not None, "joined layers must be called first to last, once each"
         shares.left -= 1
         if shares.left == 0:
             shares.product = None
         return whole[..., self.start : self.start + self.out_features]
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        layers = self.shares.layers
+        if not torch.is_grad_enabled() or not any(layer.weight.requires_grad for layer in layers):
+            return nn.functional.linear(x, self._joined_weight, self._joined_bias)
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        return joined_product(
+            x, self._joined_weight, self._joined_bias, [layer.weight for layer in layers], biases
+        )
 
 
 def joined_groups(model: nn.Module) -> list[list[JoinedLinear]]:
@@ -101,7 +116,7 @@ def _joined(linears: Sequence[nn.Linear]) -> list[JoinedLinear]:
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     bias = torch.cat(biases) if biases else None
-    shares, start = _Shares(len(linears)), 0
+    shares, start = _Shares(), 0
     layers: list[JoinedLinear] = []
     for linear in linears:
         stop = start + linear.out_features

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from headrace.errors import ConfigError
 from headrace.models.float_residual import keep_float_residual
+from headrace.models.joined_linear import QUERY_KEY_VALUE, join_linears
 from headrace.models.lora import LoraSpec
 from headrace.models.packed_attention import use_packed_attention
 from headrace.models.tensors import named_tensors
@@ -83,6 +84,11 @@ def _on_one_device(
     model: PreTrainedModel, dtype: torch.dtype, with_reference: bool
 ) -> tuple[MasterWeights, MasterWeights | None]:
     masters = MasterWeights(model, dtype)
-    if masters.policy is not model:
+    is_copy = masters.policy is not model
+    if is_copy:
         check_forward(masters.policy)
-    return masters, MasterWeights(compute_copy(masters.policy, dtype), dtype) if with_reference else None
+    reference = MasterWeights(compute_copy(masters.policy, dtype), dtype) if with_reference else None
+    if is_copy:
+        # Last: a copy made of joined layers would have memory of its own for each, and compute with none of it.
+        join_linears(masters.policy, (QUERY_KEY_VALUE,))
+    return masters, reference

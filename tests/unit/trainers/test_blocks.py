@@ -20,6 +20,7 @@ from headrace.data.packing import pack
 from headrace.memory.architecture import examine
 from headrace.models import shared_prefix
 from headrace.models.float_residual import keep_float_residual, residual_dtype
+from headrace.models.joined_linear import QUERY_KEY_VALUE, join_linears
 from headrace.models.packed_attention import build_layout, use_packed_attention
 from headrace.models.shared_prefix import segment_bounds
 from headrace.trainers.blocks import DecoderBlocks, compile_lean, decoder_layers, layers_to_recompute
@@ -108,8 +109,11 @@ def run_layer(model: PreTrainedModel, forward: Callable[..., torch.Tensor]) -> t
     )
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
-def test_a_compiled_layer_keeps_what_the_plan_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_layer_keeps_what_the_plan_says(
+    family: str, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     half_attention(monkeypatch)
     # The compiler's own division into forward and backward, without code whose compilation takes seconds.
     monkeypatch.setattr(compile_fx, "compile_fx", aot_eager_decomp_partition)
@@ -119,6 +123,8 @@ def test_a_compiled_layer_keeps_what_the_plan_says(family: str, monkeypatch: pyt
     use_packed_attention(model)
     keep_float_residual(model)
     layer = decoder_layers(model)[0]
+    if joined:
+        assert join_linears(layer, (QUERY_KEY_VALUE,)) == 2
     gradients = []
     for forward in (layer.forward, compile_lean(layer.forward)):
         output = run_layer(model, forward)

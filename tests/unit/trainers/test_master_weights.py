@@ -9,8 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from headrace.data.packing import pack
+from headrace.models.joined_linear import QUERY_KEY_VALUE, JoinedLinear
+from headrace.models.lora import LoraSpec
 from headrace.models.tensors import as_tensor
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
+from headrace.trainers import placement
+from headrace.trainers.logprobs import row_tensors, token_logprobs
 from headrace.trainers.master_weights import MasterWeights, compute_copy
 from headrace.trainers.torch_trainer import TorchTrainer
 from headrace.types import TrainBatch
@@ -116,3 +121,71 @@ def test_what_is_published_is_what_the_policy_has_now(dense: bool, make_model: M
         for parameter in model.parameters():
             parameter.fill_(0.5)
     assert all((as_tensor(blob) == 0.5).all() for blob in weights.blobs())
+
+
+def build(model: PreTrainedModel, sender: Any = None, **chosen: Any) -> TorchTrainer:
+    return TorchTrainer(
+        model,
+        sender=sender,
+        ledger=TimeLedger(TRAINER_ACTIVITIES),
+        **{"learning_rate": 1e-3, "compute_dtype": "bf16", **chosen},
+    )
+
+
+def num_joined(model: PreTrainedModel) -> int:
+    return sum(isinstance(module, JoinedLinear) for module in model.modules())
+
+
+def test_only_a_copy_that_is_trained_whole_is_joined(make_model: MakeModel) -> None:
+    trainer = build(make_model(), kl="k2", kl_coef=0.05)
+    reference = trainer._reference
+    assert reference is not None
+    assert [num_joined(m) for m in (trainer.policy, trainer.model, reference.policy)] == [6, 0, 0]
+    assert num_joined(build(make_model(), compute_dtype="fp32").policy) == 0
+    assert num_joined(build(make_model(), lora=LoraSpec(rank=2, alpha=4.0)).policy) == 0
+
+
+def test_a_joined_policy_trains_like_one_whose_layers_are_apart(
+    make_model: MakeModel, make_batch: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = build(make_model())
+    monkeypatch.setattr(placement, "join_linears", lambda *_: 0)
+    apart = build(make_model())
+    assert (num_joined(joined.policy), num_joined(apart.policy)) == (6, 0)
+    (row,) = pack(make_batch(1).samples, row_tokens=10_000)
+    found = []
+    for trainer in (joined, apart, build(make_model(), compute_dtype="fp32")):
+        logprobs, _ = token_logprobs(trainer.policy, row_tensors(row, device="cpu"))
+        logprobs.sum().backward()
+        assert trainer.policy is trainer.model or all(p.grad is None for p in trainer.policy.parameters())
+        gradients = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
+        found.append((logprobs.detach(), gradients))
+        trainer.optimizer.zero_grad()
+    for mine, other, exact in zip(*found, strict=True):
+        # Sums are taken in another order, and an input's gradient is rounded once instead of three times.
+        assert float((mine - other).norm() / exact.norm()) < 0.01
+        assert float((mine - exact).norm()) < 1.1 * float((other - exact).norm())
+    results = [[trainer.step(make_batch(step)).metrics for step in (1, 2, 3)] for trainer in (joined, apart)]
+    for one, other in zip(*results, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=0.02, abs=2e-3)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.02)
+
+
+def test_a_joined_policy_computes_with_what_it_publishes(
+    make_model: MakeModel, make_batch: Callable[..., TrainBatch], sender: Any
+) -> None:
+    trainer = build(make_model(), sender)
+    trainer.publish(0)
+    trainer.step(make_batch(1))
+    trainer.publish(1)
+    sent = sender.sent[1]
+    assert any(
+        (sent[name].data != old.data).any() for name, old in sender.sent[0].items() if "q_proj" in name
+    )
+    for layer in trainer.policy.model.layers:
+        whole, _ = layer.self_attn.q_proj.joined
+        assert torch.equal(
+            whole, torch.cat([layer.self_attn.get_submodule(n).weight for n in QUERY_KEY_VALUE])
+        )
+    for name, parameter in trainer.policy.named_parameters():
+        assert parameter.is_contiguous() and torch.equal(as_tensor(sent[name]), parameter)
