@@ -27,6 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from headrace.bench.shapes import SHAPES, create_random_model, shape_config
 from headrace.data.packing import PackedRow, pack
 from headrace.models.flash import kernels_in_use
+from headrace.models.joined_linear import JoinedLinear
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.blocks import decoder_layers
 from headrace.trainers.torch_trainer import TorchTrainer
@@ -200,7 +201,8 @@ def model_flops(model: PreTrainedModel, rows: Sequence[PackedRow]) -> float:
     """A multiplication and an addition for each weight and token, and for each pair attention looks at
     (scores and values), times three: once forward, twice backward. The head is run on loss tokens only."""
     layers = decoder_layers(model)
-    linears = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
+    kinds = (nn.Linear, JoinedLinear)
+    linears = [module for layer in layers for module in layer.modules() if isinstance(module, kinds)]
     config, head_dim = model.config, _head_size(model.config)
     tokens = sum(row.num_computed for row in rows)
     loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)

@@ -10,6 +10,7 @@ from headrace.bench.shapes import SHAPES, build_random_model, shape_config
 from headrace.bench.train import Workload, measure, model_flops, random_samples
 from headrace.data.packing import pack
 from headrace.errors import ConfigError
+from headrace.models.joined_linear import join_linears
 
 WORKLOAD = Workload(num_groups=2, group_size=3, prompt_tokens=12, completion_tokens=4)
 
@@ -54,6 +55,7 @@ def test_model_flops_are_those_of_the_weights_and_the_pairs_seen():
     shared = pack(samples, row_tokens=1000, share_prefixes=True)
     saved = 6 * weights * (90 - 46) + 12 * 64 * 2 * 4 * (11 * 12 // 2)
     assert model_flops(model, shared) == expected - saved
+    assert join_linears(model) > 0 and model_flops(model, rows) == expected, "joined layers count as before"
 
 
 def test_shapes_are_built_where_they_are_wanted_with_exact_rotary_tables():
