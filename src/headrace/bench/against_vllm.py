@@ -36,12 +36,13 @@ def check_installed() -> None:
     peers.need("vllm", ["vllm"], "the extra vllm")
 
 
-def run(shape: str, *, repeats: int, seed: int = 0) -> dict[str, Any]:
+def run(shape: str, *, repeats: int, seed: int = 0, rounds: int = 1) -> dict[str, Any]:
     """Figures of vLLM on the rollout workload; raises ConfigError where it is not installed."""
     check_installed()
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "figures.json"
-        command = [sys.executable, "-m", __name__, shape, str(out), str(repeats), str(seed)]
+        told = [shape, str(out), str(repeats), str(seed), str(rounds)]
+        command = [sys.executable, "-m", __name__, *told]
         done = subprocess.run(
             command, env=peers.environment(), capture_output=True, text=True, timeout=_DEADLINE_S
         )
@@ -51,13 +52,13 @@ def run(shape: str, *, repeats: int, seed: int = 0) -> dict[str, Any]:
         return figures
 
 
-def _measure(shape: str, repeats: int, seed: int) -> dict[str, Any]:
+def _measure(shape: str, repeats: int, seed: int, rounds: int) -> dict[str, Any]:
     import vllm
 
     from headrace.bench.rollouts import Workload, process_age_s
     from headrace.bench.shapes import shape_config
 
-    workload = Workload(seed=seed)
+    workload = Workload(seed=seed, rounds=rounds)
     config = shape_config(shape)
     config.architectures, config.dtype = ["Qwen2ForCausalLM"], "bfloat16"
     with tempfile.TemporaryDirectory() as directory:
@@ -100,8 +101,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("repeats", type=int)
     parser.add_argument("seed", type=int)
+    parser.add_argument("rounds", type=int)
     told = parser.parse_args()
-    told.out.write_text(json.dumps(_measure(told.shape, told.repeats, told.seed)))
+    told.out.write_text(json.dumps(_measure(told.shape, told.repeats, told.seed, told.rounds)))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ def bench_engine(
     routes: Annotated[
         bool, typer.Option("--routes", help="with --shape moe-small: what recording routes costs")
     ] = False,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="with --shape: so many times the samples that run at once")
+    ] = 1,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     seed: int = 0,
     json_file: JsonFile = None,
@@ -48,7 +51,9 @@ def bench_engine(
         from headrace.bench import rollouts
 
         _require_gpu("bench engine --shape")
-        figures = rollouts.compare(shape, against=against, repeats=repeats, seed=seed, progress=_tell)
+        figures = rollouts.compare(
+            shape, against=against, repeats=repeats, seed=seed, rounds=rounds, progress=_tell
+        )
         Console().print(rollouts.table(figures))
     write_json(json_file, figures)
 

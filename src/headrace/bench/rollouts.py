@@ -2,7 +2,8 @@
 
 In: a model shape, a workload and a number of repeats. Out: seconds (median, after a warm-up) and output tokens
 per second, beside the seconds that reading the weights once a decode step and every visible key and value
-once would take at the bandwidth measured in the same run. Stop tokens are off: each request has its length.
+once would take at the bandwidth measured in the same run. Stop tokens are off: each request has its length. With
+several rounds there are more samples than run at once, as in asynchronous training: prompts are read beside decoding.
 """
 
 from __future__ import annotations
@@ -37,15 +38,23 @@ class Workload:
     mean_tokens: float = 483.0
     cap_tokens: int = 2048
     seed: int = 0
+    rounds: int = 1
+    """So many times the prompts that run at once: the others wait, and begin as samples end."""
+
+    @property
+    def at_once(self) -> int:
+        """Samples that run together."""
+        return self.num_prompts * self.group_size
 
     def prompts(self, vocab_size: int) -> np.ndarray:
-        """int32 [prompts, tokens]."""
+        """int32 [rounds * prompts, tokens]."""
         rng = np.random.default_rng(self.seed)
-        return rng.integers(0, vocab_size, (self.num_prompts, self.prompt_tokens)).astype(np.int32)
+        shape = self.rounds * self.num_prompts, self.prompt_tokens
+        return rng.integers(0, vocab_size, shape).astype(np.int32)
 
     def lengths(self) -> np.ndarray:
-        """int64 [prompts * group], log-normal, cut at the cap, with the wanted mean."""
-        draws = np.random.default_rng(self.seed + 1).standard_normal(self.num_prompts * self.group_size)
+        """int64 [rounds * prompts * group], log-normal, cut at the cap, with the wanted mean."""
+        draws = np.random.default_rng(self.seed + 1).standard_normal(self.rounds * self.at_once)
         low, high = 1.0, float(self.cap_tokens)
         for _ in range(60):
             middle = (low + high) / 2
@@ -78,7 +87,7 @@ def run(
     workload = workload or Workload()
     model = create_random_model(shape)
     engine = torch_engine(
-        model, ledger=TimeLedger(ENGINE_ACTIVITIES), max_running=workload.num_prompts * workload.group_size,
+        model, ledger=TimeLedger(ENGINE_ACTIVITIES), max_running=workload.at_once,
         compiled=compiled, progress=progress,
     )  # fmt: skip
     warm = Workload(num_prompts=2, group_size=4, mean_tokens=4, cap_tokens=8, seed=9)
@@ -116,6 +125,7 @@ def compare(
     against: str | None = None,
     repeats: int = 3,
     seed: int = 0,
+    rounds: int = 1,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """``run``, and the same with a peer where one is named."""
@@ -124,13 +134,15 @@ def compare(
     if against == "vllm":
         against_vllm.check_installed()
     figures: dict[str, Any] = {
-        "headrace": run(shape, workload=Workload(seed=seed), repeats=repeats, progress=progress)
+        "headrace": run(
+            shape, workload=Workload(seed=seed, rounds=rounds), repeats=repeats, progress=progress
+        )
     }
     gc.collect()
     torch.cuda.empty_cache()
     if against == "vllm":
         progress("running vLLM")
-        figures["vllm"] = against_vllm.run(shape, repeats=repeats, seed=seed)
+        figures["vllm"] = against_vllm.run(shape, repeats=repeats, seed=seed, rounds=rounds)
         figures["ratio"] = figures["vllm"]["seconds"] / figures["headrace"]["seconds"]
     return figures
 
@@ -187,7 +199,8 @@ def limit_seconds(model: torch.nn.Module, workload: Workload, bandwidth: float) 
     head_dim = config.hidden_size // config.num_attention_heads
     row_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 2
     seen = (lengths * workload.prompt_tokens + lengths * (lengths + 1) // 2).sum()
-    return float((weights * int(lengths.max()) + int(seen) * row_bytes) / bandwidth)
+    num_steps = max(int(lengths.max()), -(-int(lengths.sum()) // workload.at_once))
+    return float((weights * num_steps + int(seen) * row_bytes) / bandwidth)
 
 
 def copy_bandwidth() -> float:

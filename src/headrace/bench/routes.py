@@ -33,7 +33,7 @@ def run(
 ) -> dict[str, Any]:
     """All figures as plain numbers."""
     workload = workload or Workload()
-    num_requests = workload.num_prompts * workload.group_size
+    num_requests = workload.at_once
     num_tokens = int(workload.lengths().sum())
     engines: dict[str, TorchEngine] = {}
     for side in ("live", "keep"):

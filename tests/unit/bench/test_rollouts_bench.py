@@ -1,0 +1,47 @@
+"""The rollout workload and the bound it is held against; the engine itself runs it on a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from headrace.bench.rollouts import Workload, generate, limit_seconds
+from headrace.bench.shapes import build_random_model, shape_config
+from headrace.engines.make import torch_engine
+from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
+
+
+def small_model() -> PreTrainedModel:
+    config = shape_config("qwen2-0.5b")
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size = 1, 64, 96, 50
+    config.num_attention_heads, config.num_key_value_heads = 4, 2
+    return build_random_model(config, device="cpu", dtype=torch.float32)
+
+
+def test_rounds_are_more_of_the_same_workload() -> None:
+    several = Workload(num_prompts=64, rounds=4)
+    assert len(several.lengths()) == 4 * several.at_once == 4 * 512
+    assert len(np.unique(several.prompts(1000), axis=0)) == 4 * 64
+    assert several.lengths().mean() == pytest.approx(483, rel=0.01)
+    assert Workload().lengths().sum() == pytest.approx(247_290, abs=1)
+
+
+def test_the_limit_counts_a_pass_for_every_token_that_cannot_be_computed_beside_others() -> None:
+    model = small_model()
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    queue = Workload(num_prompts=1, group_size=2, prompt_tokens=6, mean_tokens=5, cap_tokens=8, rounds=10)
+    lengths = queue.lengths()
+    num_passes = max(lengths.max(), -(-lengths.sum() // 2))
+    assert num_passes > lengths.max()
+    seen = (lengths * 6 + lengths * (lengths + 1) // 2).sum()
+    assert limit_seconds(model, queue, 1.0) == weights * num_passes + seen * 2 * 2 * 16 * 2
+
+
+def test_what_waits_is_generated_too() -> None:
+    model = small_model()
+    queue = Workload(num_prompts=2, group_size=3, prompt_tokens=6, mean_tokens=5, cap_tokens=12, rounds=3)
+    engine = torch_engine(model, ledger=TimeLedger(ENGINE_ACTIVITIES), max_running=queue.at_once)
+    _, done = generate(engine, queue.requests(50, 0))
+    assert len(done) == 18
