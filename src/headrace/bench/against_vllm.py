@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
     "async_scheduling": True,
     "max_model_len": 4096,
 }
-_DEADLINE_S = 900
+_START_S, _ROUND_S = 600, 120
 
 
 def check_installed() -> None:
@@ -43,9 +43,15 @@ def run(shape: str, *, repeats: int, seed: int = 0, rounds: int = 1) -> dict[str
         out = Path(directory) / "figures.json"
         told = [shape, str(out), str(repeats), str(seed), str(rounds)]
         command = [sys.executable, "-m", __name__, *told]
-        done = subprocess.run(
-            command, env=peers.environment(), capture_output=True, text=True, timeout=_DEADLINE_S
-        )
+        deadline_s = _START_S + (repeats + 1) * rounds * _ROUND_S
+        try:
+            done = subprocess.run(
+                command, env=peers.environment(), capture_output=True, text=True, timeout=deadline_s
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(
+                f"--against vllm: the run had not ended after {deadline_s:g} s; ask for fewer --rounds"
+            ) from error
         if done.returncode:
             raise ConfigError(f"--against vllm: the run failed:\n{done.stderr[-2000:]}")
         figures: dict[str, Any] = json.loads(out.read_text())
@@ -65,11 +71,7 @@ def _measure(shape: str, repeats: int, seed: int, rounds: int) -> dict[str, Any]
         config.save_pretrained(directory)
         llm = vllm.LLM(directory, load_format="dummy", skip_tokenizer_init=True, **SETTINGS)
         ready_s = process_age_s()
-        prompts = workload.prompts(config.vocab_size)
         lengths = workload.lengths()
-        inputs = [
-            {"prompt_token_ids": prompts[i // workload.group_size].tolist()} for i in range(len(lengths))
-        ]
         sampling = [
             vllm.SamplingParams(
                 max_tokens=int(n), temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
@@ -79,6 +81,10 @@ def _measure(shape: str, repeats: int, seed: int, rounds: int) -> dict[str, Any]
         seconds = []
         for repeat in range(repeats + 1):
             llm.reset_prefix_cache()
+            prompts = workload.prompts(config.vocab_size, repeat)
+            inputs = [
+                {"prompt_token_ids": prompts[i // workload.group_size].tolist()} for i in range(len(lengths))
+            ]
             start = time.perf_counter()
             outputs = llm.generate(inputs, sampling, use_tqdm=False)
             taken = time.perf_counter() - start

@@ -35,6 +35,8 @@ def bench_engine(
     from headrace import build
 
     build.quieten()
+    if rounds > 1 and (shape is None or routes):
+        raise ConfigError("--rounds: goes with --shape, and not with --routes")
     if shape is None:
         from headrace.bench import engine
 

@@ -46,9 +46,9 @@ class Workload:
         """Samples that run together."""
         return self.num_prompts * self.group_size
 
-    def prompts(self, vocab_size: int) -> np.ndarray:
-        """int32 [rounds * prompts, tokens]."""
-        rng = np.random.default_rng(self.seed)
+    def prompts(self, vocab_size: int, repeat: int = 0) -> np.ndarray:
+        """int32 [rounds * prompts, tokens], others in every repeat: an engine may remember those of the last."""
+        rng = np.random.default_rng((self.seed, repeat))
         shape = self.rounds * self.num_prompts, self.prompt_tokens
         return rng.integers(0, vocab_size, shape).astype(np.int32)
 
@@ -62,14 +62,14 @@ class Workload:
             low, high = (middle, high) if mean < self.mean_tokens else (low, middle)
         return np.clip(np.round(np.exp(draws * 0.9) * low), 1, self.cap_tokens).astype(np.int64)
 
-    def requests(self, vocab_size: int, seed: int) -> list[Request]:
-        prompts, lengths = self.prompts(vocab_size), self.lengths()
+    def requests(self, vocab_size: int, repeat: int) -> list[Request]:
+        prompts, lengths = self.prompts(vocab_size, repeat), self.lengths()
         return [
             Request(
-                id=f"{seed}-{i}",
+                id=f"{repeat}-{i}",
                 prompt_ids=prompts[i // self.group_size],
                 sampling=Sampling(max_tokens=int(length)),
-                seed=seed * 100_000 + i,
+                seed=repeat * 100_000 + i,
             )
             for i, length in enumerate(lengths)
         ]
@@ -106,6 +106,7 @@ def run(
     median = statistics.median(seconds)
     return {
         "shape": shape,
+        "rounds": workload.rounds,
         "seconds": median,
         "all_seconds": seconds,
         "tokens": num_tokens,
@@ -149,7 +150,8 @@ def compare(
 
 def table(figures: Mapping[str, Any]) -> Table:
     ours = figures["headrace"]
-    title = f"{ours['shape']}, {ours['tokens']:,} output tokens, {torch.cuda.get_device_name()}"
+    rounds = f" in {ours['rounds']} rounds" if ours["rounds"] > 1 else ""
+    title = f"{ours['shape']}, {ours['tokens']:,} output tokens{rounds}, {torch.cuda.get_device_name()}"
     drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in ("side", "seconds", "tokens/s", "of the memory's limit", "ready after"):
         drawn.add_column(name, justify="right")

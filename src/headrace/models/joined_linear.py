@@ -87,12 +87,11 @@ class JoinedLinear(nn.Module):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         layers = self.shares.layers
-        if not torch.is_grad_enabled() or not any(layer.weight.requires_grad for layer in layers):
-            return nn.functional.linear(x, self._joined_weight, self._joined_bias)
+        weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        return joined_product(
-            x, self._joined_weight, self._joined_bias, [layer.weight for layer in layers], biases
-        )
+        if not torch.is_grad_enabled() or not any(part.requires_grad for part in (*weights, *biases)):
+            return nn.functional.linear(x, self._joined_weight, self._joined_bias)
+        return joined_product(x, self._joined_weight, self._joined_bias, weights, biases)
 
 
 def joined_groups(model: nn.Module) -> list[list[JoinedLinear]]:

@@ -30,7 +30,7 @@ def joined_product(
     product: torch.Tensor = torch.ops.headrace.joined_product(
         x.reshape(-1, x.shape[-1]), whole_OI, whole_O, weights, biases
     )
-    return product.view(*x.shape[:-1], -1)
+    return product.view(*x.shape[:-1], whole_OI.shape[0])
 
 
 @torch.library.custom_op("headrace::joined_product", mutates_args=())

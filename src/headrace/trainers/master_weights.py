@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from headrace.errors import InvariantError
+from headrace.models.joined_linear import joined_groups
 from headrace.models.tensors import named_tensors, to_blobs
 from headrace.trainers.head_at_ids import logprobs_at
 from headrace.trainers.logprobs import RowTensors, TokenValues, decoder_output, head_values
@@ -25,7 +27,12 @@ from headrace.types import TensorBlob
 
 
 def compute_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy with its own weights in ``dtype``, without gradients. Tied weights stay tied."""
+    """A copy with its own weights in ``dtype``, without gradients. Tied weights stay tied; joined layers cannot be
+    copied, since each weight is given memory of its own."""
+    if joined_groups(model):
+        raise InvariantError(
+            "a model whose layers are joined cannot be copied: copy it first, then join them"
+        )
     memo: dict[int, object] = {}
     for tensor in named_tensors(model).values():
         narrow = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)

@@ -84,11 +84,13 @@ def _on_one_device(
     model: PreTrainedModel, dtype: torch.dtype, with_reference: bool
 ) -> tuple[MasterWeights, MasterWeights | None]:
     masters = MasterWeights(model, dtype)
-    is_copy = masters.policy is not model
-    if is_copy:
-        check_forward(masters.policy)
+    if masters.policy is model:
+        reference = MasterWeights(compute_copy(model, dtype), dtype) if with_reference else None
+        return masters, reference
+    check_forward(masters.policy)
     reference = MasterWeights(compute_copy(masters.policy, dtype), dtype) if with_reference else None
-    if is_copy:
-        # Last: a copy made of joined layers would have memory of its own for each, and compute with none of it.
-        join_linears(masters.policy, (QUERY_KEY_VALUE,))
+    # After the copy, which would tear them apart; both alike, so that they differ by their weights alone.
+    for weights in (masters, reference):
+        if weights is not None and join_linears(weights.policy, (QUERY_KEY_VALUE,)):
+            check_forward(weights.policy)
     return masters, reference

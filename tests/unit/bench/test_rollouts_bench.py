@@ -45,3 +45,14 @@ def test_what_waits_is_generated_too() -> None:
     engine = torch_engine(model, ledger=TimeLedger(ENGINE_ACTIVITIES), max_running=queue.at_once)
     _, done = generate(engine, queue.requests(50, 0))
     assert len(done) == 18
+
+
+def test_no_repeat_finds_the_prompts_of_another() -> None:
+    model = small_model()
+    queue = Workload(num_prompts=2, group_size=3, prompt_tokens=40, mean_tokens=5, cap_tokens=12, rounds=2)
+    engine = torch_engine(model, ledger=TimeLedger(ENGINE_ACTIVITIES), max_running=queue.at_once)
+    computed = [0.0]
+    for repeat in range(3):
+        generate(engine, queue.requests(50, repeat))
+        computed.append(engine.counters()["prefill_tokens"])
+    assert len(set(np.diff(computed))) == 1 and computed[1] >= 4 * 40

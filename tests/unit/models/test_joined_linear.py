@@ -63,3 +63,14 @@ def test_a_copy_of_joined_layers_is_not_trained(tmp_path):
     join_linears(model, (QUERY_KEY_VALUE,))
     with pytest.raises(InvariantError, match="first, then join"):
         copy.deepcopy(model)(torch.arange(20).unsqueeze(0))
+
+
+def test_biases_are_trained_also_where_weights_are_not(tmp_path):
+    model = make_tiny_model(tmp_path, family="qwen2", vocab_size=61)
+    join_linears(model, (QUERY_KEY_VALUE,))
+    model.requires_grad_(False)
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("v_proj.bias")]
+    for bias in biases:
+        bias.requires_grad_(True)
+    model(torch.arange(20).unsqueeze(0)).logits.log_softmax(-1)[..., 5].sum().backward()
+    assert biases and all(bias.grad is not None and bias.grad.any() for bias in biases)

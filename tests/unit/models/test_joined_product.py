@@ -97,3 +97,8 @@ def test_gradients_are_the_slopes():
             leaf[place] += 1e-3
         rise = ((parts.joined(x) - before) * pull).sum() / 1e-3
         torch.testing.assert_close(rise.detach(), slope[place], rtol=1e-6, atol=1e-6)
+
+
+def test_no_rows_give_no_rows():
+    parts = Parts(torch.float32, bias=True)
+    assert parts.joined(torch.zeros(0, 5, 8)).shape == (0, 5, sum(SIZES))

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.data.packing import pack
+from headrace.errors import InvariantError
 from headrace.models.joined_linear import QUERY_KEY_VALUE, JoinedLinear
 from headrace.models.lora import LoraSpec
 from headrace.models.tensors import as_tensor
@@ -136,11 +137,13 @@ def num_joined(model: PreTrainedModel) -> int:
     return sum(isinstance(module, JoinedLinear) for module in model.modules())
 
 
-def test_only_a_copy_that_is_trained_whole_is_joined(make_model: MakeModel) -> None:
+def test_only_narrow_copies_of_a_model_that_is_trained_whole_are_joined(make_model: MakeModel) -> None:
     trainer = build(make_model(), kl="k2", kl_coef=0.05)
     reference = trainer._reference
     assert reference is not None
-    assert [num_joined(m) for m in (trainer.policy, trainer.model, reference.policy)] == [6, 0, 0]
+    assert [num_joined(m) for m in (trainer.policy, trainer.model, reference.policy)] == [6, 0, 6]
+    with pytest.raises(InvariantError, match="copy it first"):
+        compute_copy(trainer.policy, torch.bfloat16)
     assert num_joined(build(make_model(), compute_dtype="fp32").policy) == 0
     assert num_joined(build(make_model(), lora=LoraSpec(rank=2, alpha=4.0)).policy) == 0
 
