@@ -84,13 +84,11 @@ def _on_one_device(
     model: PreTrainedModel, dtype: torch.dtype, with_reference: bool
 ) -> tuple[MasterWeights, MasterWeights | None]:
     masters = MasterWeights(model, dtype)
-    if masters.policy is model:
-        reference = MasterWeights(compute_copy(model, dtype), dtype) if with_reference else None
-        return masters, reference
-    check_forward(masters.policy)
     reference = MasterWeights(compute_copy(masters.policy, dtype), dtype) if with_reference else None
-    # After the copy, which would tear them apart; both alike, so that they differ by their weights alone.
-    for weights in (masters, reference):
-        if weights is not None and join_linears(weights.policy, (QUERY_KEY_VALUE,)):
-            check_forward(weights.policy)
+    if masters.policy is not model:
+        # After the copy, which would tear them apart; both alike, so that they differ by their weights alone.
+        for weights in (masters, reference):
+            if weights is not None:
+                join_linears(weights.policy, (QUERY_KEY_VALUE,))
+        check_forward(masters.policy)
     return masters, reference

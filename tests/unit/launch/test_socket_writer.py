@@ -186,7 +186,6 @@ def test_closing_does_not_wait_for_ever_for_a_reader(tmp_path: Path, monkeypatch
         channel.post("x" * MORE_THAN_IT_HOLDS)
         async with asyncio.timeout(DEADLINE_S):
             await channel.close()
-        assert channel.backlog_bytes < MORE_THAN_IT_HOLDS
         ended.set()
         server.close()
         await server.wait_closed()
