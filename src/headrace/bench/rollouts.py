@@ -143,9 +143,21 @@ def compare(
     torch.cuda.empty_cache()
     if against == "vllm":
         progress("running vLLM")
-        figures["vllm"] = against_vllm.run(shape, repeats=repeats, seed=seed, rounds=rounds)
-        figures["ratio"] = figures["vllm"]["seconds"] / figures["headrace"]["seconds"]
+        figures["vllm"] = _with_vllm(shape, repeats, seed, rounds, progress)
+        if "seconds" in figures["vllm"]:
+            figures["ratio"] = figures["vllm"]["seconds"] / figures["headrace"]["seconds"]
     return figures
+
+
+def _with_vllm(
+    shape: str, repeats: int, seed: int, rounds: int, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Its figures, or why there are none: what was measured of our side is not lost with it."""
+    try:
+        return against_vllm.run(shape, repeats=repeats, seed=seed, rounds=rounds)
+    except ConfigError as error:
+        progress(f"vllm: failed, {str(error)[-300:]}")
+        return {"failed": str(error)}
 
 
 def table(figures: Mapping[str, Any]) -> Table:
@@ -156,7 +168,7 @@ def table(figures: Mapping[str, Any]) -> Table:
     for name in ("side", "seconds", "tokens/s", "of the memory's limit", "ready after"):
         drawn.add_column(name, justify="right")
     for side in ("headrace", "vllm"):
-        if side in figures:
+        if "seconds" in figures.get(side, {}):
             row = figures[side]
             drawn.add_row(
                 side,

@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 _NOBODYS = -1
 """The version of blocks that are never found by anybody else."""
+_REFILL_PART = 16
+"""One of so many slots, of those an engine has, are left empty at most until new requests begin."""
 
 
 @dataclass(slots=True)
@@ -86,7 +88,8 @@ class TorchEngine:
         self._table = executor.table
         self._pool = BlockPool(executor.num_blocks)
         self._holds = Holds(self._pool, ledger.now)
-        self._scheduler = Scheduler(self._pool, self._table, self._holds, prefill_tokens)
+        refill = max(1, len(self._table.length) // _REFILL_PART)
+        self._scheduler = Scheduler(self._pool, self._table, self._holds, prefill_tokens, refill)
         self._live: dict[str, Sequence] = {}
         self._done: list[tuple[str, Completion]] = []
         self._in_flight: _InFlight | None = None

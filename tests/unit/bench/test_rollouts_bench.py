@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from headrace.bench import against_vllm, rollouts
 from headrace.bench.rollouts import Workload, generate, limit_seconds
 from headrace.bench.shapes import build_random_model, shape_config
 from headrace.engines.make import torch_engine
+from headrace.errors import ConfigError
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 
 
@@ -56,3 +58,19 @@ def test_no_repeat_finds_the_prompts_of_another() -> None:
         generate(engine, queue.requests(50, repeat))
         computed.append(engine.counters()["prefill_tokens"])
     assert len(set(np.diff(computed))) == 1 and computed[1] >= 4 * 40
+
+
+def test_a_peer_that_fails_costs_nothing_of_our_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConfigError("--against vllm: the run failed:\nout of memory")
+
+    ours = {"shape": "qwen2-0.5b", "rounds": 1, "tokens": 100, "seconds": 2.0, "limit_s": 1.0, "ready_s": 9.0}
+    monkeypatch.setattr(rollouts, "run", lambda *_, **__: ours)
+    monkeypatch.setattr(against_vllm, "check_installed", lambda: None)
+    monkeypatch.setattr(against_vllm, "run", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    said: list[str] = []
+    figures = rollouts.compare("qwen2-0.5b", against="vllm", progress=said.append)
+    assert figures["headrace"] is ours and "out of memory" in figures["vllm"]["failed"]
+    assert "ratio" not in figures and "out of memory" in said[-1]
+    assert rollouts.table(figures).row_count == 1
