@@ -62,6 +62,7 @@ class DeviceExecutor:
     compiling or capturing anything, for debugging and, in tests, on a CPU."""
 
     pipelined = True
+    prompts_apart = True
 
     def __init__(
         self,

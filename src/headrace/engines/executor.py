@@ -43,6 +43,8 @@ class Executor(Protocol):
     """Tokens a sequence may have."""
     pipelined: bool
     """Whether ``launch`` returns before the pass is done."""
+    prompts_apart: bool
+    """Whether prompts are a pass of their own, beside that of the decoding rows."""
     held: HeldWeights
     """What it computes with; changed between two passes alone."""
 

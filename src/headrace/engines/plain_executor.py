@@ -58,6 +58,7 @@ class PlainExecutor:
     """The model's attention is replaced for good."""
 
     pipelined = False
+    prompts_apart = False
 
     def __init__(
         self,

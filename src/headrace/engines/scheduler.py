@@ -12,8 +12,7 @@ oldest can always go on, since no sequence may outgrow the pool.
 Branches that leave an earlier request at one point are admitted together, when there are slots for all of them:
 their siblings are what they are compared with, so they begin under one version of the weights.
 
-A full engine is refilled several slots at a time. Prompts beside decoding rows cost a reading of the weights (on a
-GPU a pass of its own), however few they are; so new sequences wait, a few passes at most, until some slots are free.
+While others decode, new sequences are gathered for a few passes where that pays (see ``gathering``).
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace.engines.gathering import Gathering
 from headrace.engines.holds import Holds
 from headrace.engines.kv_cache import BlockPool, block_digests
 from headrace.engines.sequences import Sequence, SlotTable
@@ -69,8 +69,7 @@ class Scheduler:
     holds: Holds
     prefill_tokens: int
     """Prompt tokens computed in one pass, at most."""
-    refill: int
-    """While others decode, new sequences wait for so many free slots, so many passes at most."""
+    gathering: Gathering
     counters: Counters = field(default_factory=Counters)
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
@@ -81,10 +80,6 @@ class Scheduler:
     """True while nothing new may start; what was started and preempted still comes back."""
     _filling: list[Sequence] = field(default_factory=list)
     """Running sequences that may have more than one token to compute, oldest first."""
-    _num_put_off: int = 0
-    """Passes since new sequences last began, or none of them waited for a slot that was free."""
-    _refilling: bool = False
-    """The last pass was full before all were admitted that may be."""
     _slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @property
@@ -106,10 +101,11 @@ class Scheduler:
         for sequence in list(self._filling):
             if budget > 0 and sequence.slot >= 0:
                 budget -= self._add_chunk(sequence, budget, versions, chunks)
-        self._refilling = self._refilling or self._may_refill(decode)
+        self.gathering.next_pass(len(decode), min(len(self.waiting), self.table.num_free))
         while budget > 0 and self._admit(versions):
             budget -= self._add_chunk(self.running[-1], budget, versions, chunks)
-        self._refilling = self._refilling and budget <= 0
+        if budget > 0:
+            self.gathering.close()
         if changes != self.table.num_changes:
             # Some may have been sent back meanwhile, and their slots given to others.
             decode = decode[self.table.tenant[decode] == tenants]
@@ -190,36 +186,22 @@ class Scheduler:
         if not self.waiting or not self.table.num_free:
             return False
         sequence = self.waiting[0]
-        if not sequence.started and not self._may_begin(sequence):
+        may_begin = self.gathering.is_open and not self.holding and self._has_room_for_siblings(sequence)
+        if not sequence.started and not may_begin:
             return False
         needed = -(-(len(sequence.token_ids) + 1) // self.table.block_size)
         if self.running and self.pool.num_free < needed:
             return False
         self.waiting.popleft()
         self.table.place(sequence)
+        if not sequence.started:
+            self.gathering.began()
         sequence.started, sequence.kv_version = True, int(versions[sequence.adapter])
         self.running.append(sequence)
         self.by_slot[sequence.slot] = sequence
         self._filling.append(sequence)
         self._slots = np.append(self._slots, sequence.slot)
         return True
-
-    def _may_refill(self, decode: np.ndarray) -> bool:
-        """Whether new sequences may begin in this pass; where they wait for that alone, the pass is counted."""
-        if not self.waiting or not self.table.num_free:
-            self._num_put_off = 0
-            return False
-        if len(decode) and self.table.num_free < self.refill and self._num_put_off < self.refill:
-            self._num_put_off += 1
-            return False
-        self._num_put_off = 0
-        return True
-
-    def _may_begin(self, sequence: Sequence) -> bool:
-        """Branches never wait for a refill: what they leave is held for them."""
-        if self.holding or not self._has_room_for_siblings(sequence):
-            return False
-        return self._refilling or sequence.request.fork is not None
 
     def _has_room_for_siblings(self, sequence: Sequence) -> bool:
         """True when every branch that waits to leave at the same point can start now, or all slots are free."""

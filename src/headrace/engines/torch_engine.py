@@ -28,6 +28,7 @@ import numpy as np
 
 from headrace.data.routing import check_routing
 from headrace.engines.executor import Executor, Flight
+from headrace.engines.gathering import Gathering
 from headrace.engines.holds import Holds
 from headrace.engines.kv_cache import BlockPool
 from headrace.engines.policies import POLICY, Policies
@@ -50,8 +51,6 @@ T = TypeVar("T")
 
 _NOBODYS = -1
 """The version of blocks that are never found by anybody else."""
-_REFILL_PART = 16
-"""One of so many slots, of those an engine has, are left empty at most until new requests begin."""
 
 
 @dataclass(slots=True)
@@ -88,8 +87,8 @@ class TorchEngine:
         self._table = executor.table
         self._pool = BlockPool(executor.num_blocks)
         self._holds = Holds(self._pool, ledger.now)
-        refill = max(1, len(self._table.length) // _REFILL_PART)
-        self._scheduler = Scheduler(self._pool, self._table, self._holds, prefill_tokens, refill)
+        gathering = Gathering(executor.prompts_apart)
+        self._scheduler = Scheduler(self._pool, self._table, self._holds, prefill_tokens, gathering)
         self._live: dict[str, Sequence] = {}
         self._done: list[tuple[str, Completion]] = []
         self._in_flight: _InFlight | None = None

@@ -1,0 +1,115 @@
+"""New requests begin several at a time beside decoding ones, where prompts are a pass of their own."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.engines.gathering import Gathering
+
+SLOTS, PASSES = 64, 32
+"""Nobody waits for more passes than this."""
+
+
+@pytest.fixture
+def make_full(make_device_engine):
+    def build(**settings):
+        given = {"max_running": SLOTS, "kv_tokens": SLOTS * 96, "prefill_tokens": 1024, **settings}
+        return make_device_engine(**given)
+
+    return build
+
+
+def starts(engine, num_passes):
+    """How many requests begin in each pass."""
+    counts, known = [], set(engine.started_ids())
+    for _ in range(num_passes):
+        engine.step()
+        counts.append(len(set(engine.started_ids()) - known))
+        known |= set(engine.started_ids())
+    return counts
+
+
+def submit_uneven(engine, make_request, num_uneven):
+    """Fills the engine with requests of which one ends in every pass from the eighth on, and more that wait."""
+    for i in range(SLOTS):
+        engine.submit(make_request(f"first-{i}", max_tokens=8 + i if i < num_uneven else 90))
+    for i in range(num_uneven):
+        engine.submit(make_request(f"next-{i}", max_tokens=60))
+
+
+def test_slots_that_come_free_one_by_one_are_filled_together(make_full, make_request):
+    engine = make_full()
+    submit_uneven(engine, make_request, 24)
+    # When seven slots are free, an eighth sequence is in its last pass and 56 go on.
+    assert [count for count in starts(engine, 36) if count] == [SLOTS, 7, 7, 7]
+
+
+def test_where_prompts_are_computed_beside_decoding_rows_nobody_waits(make_engine, make_request):
+    engine = make_engine(max_running=SLOTS, kv_tokens=SLOTS * 96, prefill_tokens=1024)
+    submit_uneven(engine, make_request, 24)
+    assert [count for count in starts(engine, 40) if count] == [SLOTS] + [1] * 24
+
+
+def test_a_request_is_put_off_for_so_many_passes_at_most(make_full, make_request):
+    engine = make_full()
+    engine.submit(make_request("short", max_tokens=5))
+    for i in range(SLOTS - 1):
+        engine.submit(make_request(f"long-{i}", max_tokens=80))
+    engine.submit(make_request("next", max_tokens=5))
+    counts = starts(engine, PASSES + 1)
+    assert counts == [SLOTS] + [0] * (PASSES - 1) + [1]
+
+
+def test_requests_far_apart_begin_at_once(make_full, make_request):
+    engine = make_full()
+    for i in range(SLOTS // 2):
+        engine.submit(make_request(f"long-{i}", max_tokens=80))
+    starts(engine, PASSES + 4)
+    engine.submit(make_request("next", max_tokens=5))
+    assert starts(engine, 1) == [1]
+
+
+def test_with_few_others_a_request_begins_at_once(make_full, make_request):
+    engine = make_full()
+    for i in range(8):
+        engine.submit(make_request(f"long-{i}", max_tokens=80))
+    starts(engine, 2)
+    engine.submit(make_request("next", max_tokens=5))
+    assert starts(engine, 1) == [1]
+
+
+def test_those_that_one_pass_has_no_room_for_begin_in_the_next(make_full, make_request):
+    engine = make_full(prefill_tokens=24)
+    for i in range(32):
+        engine.submit(make_request(f"long-{i}", prompt=2, max_tokens=80))
+    starts(engine, 4)
+    for i in range(8):
+        engine.submit(make_request(f"next-{i}", prompt=12, max_tokens=5))
+    assert starts(engine, 5) == [2, 2, 2, 2, 0]
+
+
+def test_what_was_sent_back_returns_at_once(make_full, make_request):
+    engine = make_full()
+    for i in range(SLOTS // 2):
+        engine.submit(make_request(f"long-{i}", max_tokens=80))
+    starts(engine, 4)
+    scheduler = engine._scheduler
+    scheduler.preempt(scheduler.running[-1])
+    engine.step()
+    assert not scheduler.waiting
+
+
+@given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 9), st.booleans()), max_size=200))
+def test_nobody_waits_longer_than_the_most(passes):
+    """Whatever decodes and arrives: with somebody ready in every pass, some begin in one of any 32."""
+    gathering, waited = Gathering(gathers=True), 0
+    for num_decoding, num_ready, is_full in passes:
+        gathering.next_pass(num_decoding, num_ready)
+        if gathering.is_open and num_ready:
+            gathering.began()
+        waited = 0 if gathering.is_open or not num_ready else waited + 1
+        assert waited < PASSES
+        if not is_full:
+            gathering.close()
