@@ -1,8 +1,9 @@
 """A whole step of group-relative policy optimisation on one GPU: rollouts, training, new weights.
 
 In: a model shape and the size of a step. Out: seconds a step in steady state through the real run (controller,
-engine and trainer as processes on the same GPU), what the roles spent them on, and the most GPU memory that
-was in use. Completions have a fixed length; the reward is free and varies inside a group.
+engine and trainer as processes on the same GPU), what the roles spent them on, the most GPU memory that
+was in use, and the least time the step can take at the rates measured just before (``step_limit``). Completions have a
+fixed length; the reward is free and varies inside a group.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ def run(
         model = Path(made) / "model"
         progress(f"writing a random {shape}")
         vocab_size = write_checkpoint(model, shape)
+        limit = _limit(shape, workload)
         settings = _settings(model, workload, max_lag, steps, row_tokens, offload)
         with MemoryWatch() as memory, asyncio.Runner(loop_factory=ControllerLoop) as runner:
             environment = FixedLength(workload, vocab_size)
@@ -115,6 +117,7 @@ def run(
             "max_lag": max_lag,
             "row_tokens": row_tokens,
             "offload": offload,
+            **limit,
             "headrace": {**_steady(times), "peak_bytes": memory.peak_bytes},
         }
         progress(_told("headrace", figures["headrace"]))
@@ -123,6 +126,25 @@ def run(
             if "seconds" in figures["trl"]:
                 figures["ratio"] = figures["trl"]["seconds"] / figures["headrace"]["seconds"]
     return figures
+
+
+def _limit(shape: str, workload: StepWorkload) -> dict[str, float]:
+    """What the GPU could do, in the same run as what it did."""
+    from headrace.bench.rollouts import copy_bandwidth
+    from headrace.bench.shapes import shape_config
+    from headrace.bench.step_limit import step_limit
+    from headrace.bench.train import matmul_flops_per_s
+
+    bandwidth, rate = copy_bandwidth(), matmul_flops_per_s("cuda")
+    limit = step_limit(shape_config(shape), workload, bytes_per_s=bandwidth, flops_per_s=rate)
+    _return_memory()
+    return {
+        "bandwidth_bytes_per_s": bandwidth,
+        "matmul_flops_per_s": rate,
+        "limit_generation_s": limit.generation_s,
+        "limit_training_s": limit.training_s,
+        "limit_s": limit.seconds,
+    }
 
 
 def _steady(times: StepTimes) -> dict[str, Any]:
@@ -168,22 +190,24 @@ def _told(side: str, row: Mapping[str, Any]) -> str:
 
 
 def table(figures: Mapping[str, Any]) -> Table:
-    title = f"{figures['shape']}, max_lag {figures['max_lag']}"
+    title = (
+        f"{figures['shape']}, max_lag {figures['max_lag']}; the limit, {figures['limit_s']:.2f} s, is "
+        f"{figures['limit_generation_s']:.2f} s of generating and {figures['limit_training_s']:.2f} s of training"
+    )
     drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in ("side", "seconds a step", "generation", "training", "peak memory"):
+    for name in ("side", "seconds a step", "of the limit", "generation", "training", "peak memory"):
         drawn.add_column(name, justify="right")
     for side in ("headrace", "trl"):
         if "seconds" in figures.get(side, {}):
             row = figures[side]
             parts = [f"{row[name]:.2f} s" if name in row else "" for name in ("generation_s", "training_s")]
-            drawn.add_row(side, f"{row['seconds']:.2f}", *parts, f"{row['peak_bytes'] / 1e9:.1f} GB")
+            share = f"{figures['limit_s'] / row['seconds']:.0%}"
+            drawn.add_row(side, f"{row['seconds']:.2f}", share, *parts, f"{row['peak_bytes'] / 1e9:.1f} GB")
     return drawn
 
 
 def write_checkpoint(directory: Path, shape: str) -> int:
     """A random model of the shape with a tokenizer beside it; returns its vocabulary's size."""
-    import torch
-
     from headrace.bench.shapes import create_random_model
 
     build.quieten()
@@ -192,9 +216,16 @@ def write_checkpoint(directory: Path, shape: str) -> int:
     model.save_pretrained(directory)
     vocab_size = int(model.config.vocab_size)
     del model
+    _return_memory()
+    return vocab_size
+
+
+def _return_memory() -> None:
+    """Engine and trainer are other processes, which need it."""
+    import torch
+
     gc.collect()
     torch.cuda.empty_cache()
-    return vocab_size
 
 
 def _settings(

@@ -87,7 +87,7 @@ def run(
     return {
         "shape": shape,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "attention": kernels_in_use(torch.device(device), _head_size(shape_config(shape))),
+        "attention": kernels_in_use(torch.device(device), head_size(shape_config(shape))),
         "matmul_tflops": rate / 1e12,
         "repeats": repeats,
         **asdict(workload),
@@ -203,7 +203,7 @@ def model_flops(model: PreTrainedModel, rows: Sequence[PackedRow]) -> float:
     layers = decoder_layers(model)
     kinds = (nn.Linear, JoinedLinear)
     linears = [module for layer in layers for module in layer.modules() if isinstance(module, kinds)]
-    config, head_dim = model.config, _head_size(model.config)
+    config, head_dim = model.config, head_size(model.config)
     tokens = sum(row.num_computed for row in rows)
     loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
     pairs = sum(_attended_pairs(row) for row in rows)
@@ -213,7 +213,7 @@ def model_flops(model: PreTrainedModel, rows: Sequence[PackedRow]) -> float:
     return 3 * (body + head + attention)
 
 
-def _head_size(config: PretrainedConfig) -> int:
+def head_size(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

@@ -38,7 +38,8 @@ def test_what_was_measured_stays_when_the_peer_fails(monkeypatch: pytest.MonkeyP
     found = step._with_trl(tmp_path, step.StepWorkload(), 3, lines.append)
     assert [one["failed"] for one in found["tried"]] == ["out of memory"] * 2
     ours = {"seconds": 9.0, "peak_bytes": 5e10}
-    table = step.table({"shape": "qwen2-1.5b", "max_lag": 0, "headrace": ours, "trl": found})
+    limit = {"limit_s": 4.5, "limit_generation_s": 1.1, "limit_training_s": 3.4}
+    table = step.table({"shape": "qwen2-1.5b", "max_lag": 0, **limit, "headrace": ours, "trl": found})
     assert table.row_count == 1 and any("failed" in line for line in lines)
 
 
