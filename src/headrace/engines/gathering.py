@@ -1,9 +1,9 @@
-"""When new sequences begin beside decoding ones: several at a time.
+"""When waiting sequences begin beside decoding ones: several at a time.
 
-In: for every pass, how many sequences decode and how many could begin. Out: whether they do. Where prompts are a
-pass of their own, that pass reads all weights and is launched kernel by kernel, however few tokens it has; so those
-that could begin are gathered until there is one for every eight that decode. None is put off for more than 32 passes
-since the last began; those that come one by one, far apart, begin at once.
+In: for every pass, how many sequences decode. Out: how many must be ready before any begins. Where prompts are a pass
+of their own, that pass reads all weights and is launched kernel by kernel, however few tokens it has; so those that
+could begin are gathered until there is one for every eight that decode. None is put off for more than 32 passes since
+the last began; those that come one by one, far apart, begin at once.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ _MOST_PASSES = 32
 @dataclass(slots=True)
 class Gathering:
     gathers: bool
-    """False: all begin as soon as they can."""
+    """False: each begins as soon as it can."""
     is_open: bool = True
+    """Whether sequences may begin in this pass; left so while passes are too full for all that are ready."""
     _num_passes: int = _MOST_PASSES
     """Since a sequence began."""
 
-    def next_pass(self, num_decoding: int, num_ready: int) -> None:
-        """Open, if it is not yet, when enough are ready to begin or they have waited for long enough."""
+    def next_pass(self, num_decoding: int) -> int:
+        """How many must be ready for any to begin in the next pass."""
         self._num_passes += 1
-        enough = num_ready * _DECODING_FOR_ONE >= num_decoding or self._num_passes >= _MOST_PASSES
-        self.is_open = self.is_open or not self.gathers or enough
+        if self.is_open or not self.gathers or self._num_passes >= _MOST_PASSES:
+            return 0
+        return -(-num_decoding // _DECODING_FOR_ONE)
 
     def began(self) -> None:
-        """A sequence began; others may follow in this pass, and in the next ones as long as they are full."""
+        """A sequence began: the next ones are gathered anew."""
         self._num_passes = 0
-
-    def close(self) -> None:
-        """Everything that could begin has begun."""
-        self.is_open = False

@@ -12,13 +12,15 @@ oldest can always go on, since no sequence may outgrow the pool.
 Branches that leave an earlier request at one point are admitted together, when there are slots for all of them:
 their siblings are what they are compared with, so they begin under one version of the weights.
 
-While others decode, new sequences are gathered for a few passes where that pays (see ``gathering``).
+Where it pays, waiting sequences are gathered for a few passes while others decode (see ``gathering``); those that were
+sent back too, which leaves those that go on more blocks and sends back fewer.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -101,11 +103,10 @@ class Scheduler:
         for sequence in list(self._filling):
             if budget > 0 and sequence.slot >= 0:
                 budget -= self._add_chunk(sequence, budget, versions, chunks)
-        self.gathering.next_pass(len(decode), min(len(self.waiting), self.table.num_free))
+        self.gathering.is_open = self._has_room_for(self.gathering.next_pass(len(decode)))
         while budget > 0 and self._admit(versions):
             budget -= self._add_chunk(self.running[-1], budget, versions, chunks)
-        if budget > 0:
-            self.gathering.close()
+        self.gathering.is_open = self.gathering.is_open and budget <= 0
         if changes != self.table.num_changes:
             # Some may have been sent back meanwhile, and their slots given to others.
             decode = decode[self.table.tenant[decode] == tenants]
@@ -183,25 +184,32 @@ class Scheduler:
 
     def _admit(self, versions: np.ndarray) -> bool:
         """Start the next waiting sequence if a slot and the blocks of its tokens are there."""
-        if not self.waiting or not self.table.num_free:
+        if not self.waiting or not self.table.num_free or not self.gathering.is_open:
             return False
         sequence = self.waiting[0]
-        may_begin = self.gathering.is_open and not self.holding and self._has_room_for_siblings(sequence)
-        if not sequence.started and not may_begin:
+        if not sequence.started and (self.holding or not self._has_room_for_siblings(sequence)):
             return False
-        needed = -(-(len(sequence.token_ids) + 1) // self.table.block_size)
-        if self.running and self.pool.num_free < needed:
+        if self.running and self.pool.num_free < self._blocks_to_begin(sequence):
             return False
         self.waiting.popleft()
         self.table.place(sequence)
-        if not sequence.started:
-            self.gathering.began()
+        self.gathering.began()
         sequence.started, sequence.kv_version = True, int(versions[sequence.adapter])
         self.running.append(sequence)
         self.by_slot[sequence.slot] = sequence
         self._filling.append(sequence)
         self._slots = np.append(self._slots, sequence.slot)
         return True
+
+    def _blocks_to_begin(self, sequence: Sequence) -> int:
+        """For its tokens and the next one."""
+        return -(-(len(sequence.token_ids) + 1) // self.table.block_size)
+
+    def _has_room_for(self, count: int) -> bool:
+        """Whether so many sequences wait, and there are slots and blocks for them."""
+        if min(len(self.waiting), self.table.num_free) < count:
+            return False
+        return sum(map(self._blocks_to_begin, islice(self.waiting, count))) <= self.pool.num_free
 
     def _has_room_for_siblings(self, sequence: Sequence) -> bool:
         """True when every branch that waits to leave at the same point can start now, or all slots are free."""

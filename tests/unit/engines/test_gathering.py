@@ -90,15 +90,52 @@ def test_those_that_one_pass_has_no_room_for_begin_in_the_next(make_full, make_r
     assert starts(engine, 5) == [2, 2, 2, 2, 0]
 
 
-def test_what_was_sent_back_returns_at_once(make_full, make_request):
+def test_what_was_sent_back_is_gathered_too(make_full, make_request):
     engine = make_full()
     for i in range(SLOTS // 2):
         engine.submit(make_request(f"long-{i}", max_tokens=80))
     starts(engine, 4)
     scheduler = engine._scheduler
     scheduler.preempt(scheduler.running[-1])
-    engine.step()
-    assert not scheduler.waiting
+    waits = 0
+    while scheduler.waiting:
+        engine.step()
+        waits += 1
+    # The requests began in the first of the four passes.
+    assert waits == PASSES - 3
+
+
+class CountingPrompts:
+    """Counts the passes with prompts that an executor is asked for."""
+
+    def __init__(self, executor, monkeypatch):
+        self.count = 0
+        launch = executor.launch
+
+        def counted(work):
+            self.count += bool(work.chunks)
+            return launch(work)
+
+        monkeypatch.setattr(executor, "launch", counted)
+
+
+def test_where_blocks_are_short_fewer_are_sent_back_and_the_tokens_are_the_same(
+    make_full, make_request, run_engine, monkeypatch
+):
+    requests = [make_request(f"r{i}", prompt=5 + i % 30, max_tokens=10 + 7 * i % 53) for i in range(120)]
+    found = {}
+    for gathers in (False, True):
+        engine = make_full(kv_tokens=SLOTS * 20)
+        engine._scheduler.gathering.gathers = gathers
+        prompts = CountingPrompts(engine._executor, monkeypatch)
+        done = run_engine(engine, *requests)
+        assert engine.counters()["free_blocks"] == SLOTS * 20 // 16
+        found[gathers] = done, prompts.count, engine.counters()["preemptions"]
+    (plain, many, often), (gathered, few, seldom) = found[False], found[True]
+    assert 2 * few < many and seldom < often
+    assert {name: list(one.token_ids) for name, one in gathered.items()} == {
+        name: list(one.token_ids) for name, one in plain.items()
+    }
 
 
 @given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 9), st.booleans()), max_size=200))
@@ -106,10 +143,9 @@ def test_nobody_waits_longer_than_the_most(passes):
     """Whatever decodes and arrives: with somebody ready in every pass, some begin in one of any 32."""
     gathering, waited = Gathering(gathers=True), 0
     for num_decoding, num_ready, is_full in passes:
-        gathering.next_pass(num_decoding, num_ready)
+        gathering.is_open = num_ready >= gathering.next_pass(num_decoding)
         if gathering.is_open and num_ready:
             gathering.began()
         waited = 0 if gathering.is_open or not num_ready else waited + 1
         assert waited < PASSES
-        if not is_full:
-            gathering.close()
+        gathering.is_open = gathering.is_open and is_full
