@@ -10,15 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from headrace.bench import peers
-from headrace.errors import ConfigError
 
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -32,28 +29,19 @@ SETTINGS: dict[str, Any] = {
 _START_S, _ROUND_S = 600, 120
 
 
-def check_installed() -> None:
-    peers.need("vllm", ["vllm"], "the extra vllm")
+def check_installed(python: Path | None = None) -> None:
+    peers.need("vllm", ["vllm"], "the extra vllm", python)
 
 
-def run(shape: str, *, repeats: int, seed: int = 0, rounds: int = 1) -> dict[str, Any]:
-    """Figures of vLLM on the rollout workload; raises ConfigError where it is not installed."""
-    check_installed()
+def run(
+    shape: str, *, repeats: int, seed: int = 0, rounds: int = 1, python: Path | None = None
+) -> dict[str, Any]:
+    """Figures of vLLM on the rollout workload; raises ConfigError where there are none."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "figures.json"
         told = [shape, str(out), str(repeats), str(seed), str(rounds)]
-        command = [sys.executable, "-m", __name__, *told]
         deadline_s = _START_S + (repeats + 1) * rounds * _ROUND_S
-        try:
-            done = subprocess.run(
-                command, env=peers.environment(), capture_output=True, text=True, timeout=deadline_s
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ConfigError(
-                f"--against vllm: the run had not ended after {deadline_s:g} s; ask for fewer --rounds"
-            ) from error
-        if done.returncode:
-            raise ConfigError(f"--against vllm: the run failed:\n{done.stderr[-2000:]}")
+        peers.run("vllm", __name__, told, python=python, deadline_s=deadline_s)
         figures: dict[str, Any] = json.loads(out.read_text())
         return figures
 

@@ -13,6 +13,12 @@ from headrace.cli_common import JsonFile, Traceback, write_json
 from headrace.errors import ConfigError
 
 _BEGUN = time.monotonic()
+PeerPython = Annotated[
+    Path | None,
+    typer.Option(
+        help="with --against: the interpreter of another environment, with Headrace and the peer in it"
+    ),
+]
 bench = typer.Typer(help="Measure Headrace on this machine, side by side with a peer.", no_args_is_help=True)
 
 
@@ -20,6 +26,7 @@ bench = typer.Typer(help="Measure Headrace on this machine, side by side with a 
 def bench_engine(
     shape: Annotated[str | None, typer.Option(help="on a GPU: a model shape, such as qwen2-1.5b")] = None,
     against: Annotated[str | None, typer.Option(help="with --shape: vllm, run in the same command")] = None,
+    peer_python: PeerPython = None,
     routes: Annotated[
         bool, typer.Option("--routes", help="with --shape moe-small: what recording routes costs")
     ] = False,
@@ -54,7 +61,13 @@ def bench_engine(
 
         _require_gpu("bench engine --shape")
         figures = rollouts.compare(
-            shape, against=against, repeats=repeats, seed=seed, rounds=rounds, progress=_tell
+            shape,
+            against=against,
+            peer_python=peer_python,
+            repeats=repeats,
+            seed=seed,
+            rounds=rounds,
+            progress=_tell,
         )
         Console().print(rollouts.table(figures))
     write_json(json_file, figures)
@@ -112,6 +125,7 @@ def bench_head(
 def bench_step(
     shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",
     against: Annotated[str | None, typer.Option(help="trl (with vLLM), run in the same command")] = None,
+    peer_python: PeerPython = None,
     max_lag: Annotated[int, typer.Option(min=0)] = 0,
     steps: Annotated[int, typer.Option(min=1)] = 5,
     row_tokens: Annotated[int, typer.Option(min=1, help="trainer.row_tokens")] = 12288,
@@ -126,6 +140,7 @@ def bench_step(
     figures = step.run(
         shape,
         against=against,
+        peer_python=peer_python,
         max_lag=max_lag,
         steps=steps,
         row_tokens=row_tokens,
@@ -188,6 +203,7 @@ def bench_mismatch(
     against: Annotated[
         str | None, typer.Option(help="vllm (with TRL's trainer), in the same command")
     ] = None,
+    peer_python: PeerPython = None,
     seed: int = 0,
     json_file: JsonFile = None,
     show_traceback: Traceback = False,
@@ -199,7 +215,7 @@ def bench_mismatch(
     _require_gpu("bench mismatch")
     build.quieten()
     workload = mismatch.Workload(seed=seed)
-    figures = mismatch.run(shape, against=against, workload=workload, progress=_tell)
+    figures = mismatch.run(shape, against=against, peer_python=peer_python, workload=workload, progress=_tell)
     Console().print(mismatch.table(figures))
     write_json(json_file, figures)
 

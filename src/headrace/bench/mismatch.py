@@ -111,6 +111,7 @@ def run(
     shape: str,
     *,
     against: str | None = None,
+    peer_python: Path | None = None,
     workload: Workload | None = None,
     device: str = "cuda",
     progress: Callable[[str], None] = lambda line: None,
@@ -118,6 +119,8 @@ def run(
     """All figures as plain numbers; ``against`` vllm adds those of TRL with vLLM, in the same command."""
     if against not in (None, "vllm"):
         raise ConfigError(f"--against {against}: only vllm (with TRL's trainer) can be run beside")
+    if against == "vllm":
+        mismatch_with_vllm.check_installed(peer_python)
     workload = workload or Workload()
     model = create_random_model(shape, device=device, seed=workload.seed)
     prompts_SP = workload.prompts(int(model.config.vocab_size))
@@ -126,7 +129,9 @@ def run(
         progress("running vLLM and TRL's trainer")
         with tempfile.TemporaryDirectory(prefix="headrace-mismatch-") as directory:
             model.save_pretrained(directory)
-            peer = mismatch_with_vllm.run(Path(directory), prompts_SP, workload.completion_tokens)
+            peer = mismatch_with_vllm.run(
+                Path(directory), prompts_SP, workload.completion_tokens, peer_python
+            )
     return {
         "shape": shape,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,

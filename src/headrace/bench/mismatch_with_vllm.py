@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from headrace.bench import peers
-from headrace.errors import ConfigError
 
 VLLM_SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -52,26 +49,17 @@ class Peer:
     """Versions and settings."""
 
 
-def check_installed() -> None:
-    peers.need("vllm", ["vllm", "trl"], "the extras bench and vllm")
+def check_installed(python: Path | None = None) -> None:
+    peers.need("vllm", ["vllm", "trl"], "the extras bench and vllm", python)
 
 
-def run(checkpoint: Path, prompts_SP: np.ndarray, num_tokens: int) -> Peer:
-    """Raises ConfigError where vLLM or TRL is missing or the run fails."""
-    check_installed()
-    env = peers.environment()
+def run(checkpoint: Path, prompts_SP: np.ndarray, num_tokens: int, python: Path | None = None) -> Peer:
+    """Raises ConfigError where the run fails."""
     with tempfile.TemporaryDirectory(prefix="headrace-mismatch-") as directory:
         given, found = Path(directory) / "prompts.npz", Path(directory) / "found.npz"
         np.savez(given, prompts=prompts_SP, num_tokens=num_tokens)
-        command = [sys.executable, "-m", __name__, str(checkpoint), str(given), str(found)]
-        try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_DEADLINE_S)
-        except subprocess.TimeoutExpired as error:
-            raise ConfigError(
-                f"--against vllm: no log-probabilities after {_DEADLINE_S} s; free the GPU, or take a smaller shape"
-            ) from error
-        if done.returncode:
-            raise ConfigError(f"--against vllm: the run failed:\n{done.stderr[-3000:]}")
+        told = [str(checkpoint), str(given), str(found)]
+        peers.run("vllm", __name__, told, python=python, deadline_s=_DEADLINE_S)
         return read(found)
 
 

@@ -124,16 +124,17 @@ def compare(
     shape: str,
     *,
     against: str | None = None,
+    peer_python: Path | None = None,
     repeats: int = 3,
     seed: int = 0,
     rounds: int = 1,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """``run``, and the same with a peer where one is named."""
+    """``run``, and the same with a peer where one is named. What was measured of our side is not lost with it."""
     if against not in (None, "vllm"):
         raise ConfigError(f"--against {against}: only vllm can be run beside the engine")
     if against == "vllm":
-        against_vllm.check_installed()
+        against_vllm.check_installed(peer_python)
     figures: dict[str, Any] = {
         "headrace": run(
             shape, workload=Workload(seed=seed, rounds=rounds), repeats=repeats, progress=progress
@@ -143,21 +144,15 @@ def compare(
     torch.cuda.empty_cache()
     if against == "vllm":
         progress("running vLLM")
-        figures["vllm"] = _with_vllm(shape, repeats, seed, rounds, progress)
-        if "seconds" in figures["vllm"]:
+        try:
+            figures["vllm"] = against_vllm.run(
+                shape, repeats=repeats, seed=seed, rounds=rounds, python=peer_python
+            )
             figures["ratio"] = figures["vllm"]["seconds"] / figures["headrace"]["seconds"]
+        except ConfigError as error:
+            figures["vllm"] = {"failed": str(error)}
+            progress(f"vllm: failed, {str(error)[-300:]}")
     return figures
-
-
-def _with_vllm(
-    shape: str, repeats: int, seed: int, rounds: int, progress: Callable[[str], None]
-) -> dict[str, Any]:
-    """Its figures, or why there are none: what was measured of our side is not lost with it."""
-    try:
-        return against_vllm.run(shape, repeats=repeats, seed=seed, rounds=rounds)
-    except ConfigError as error:
-        progress(f"vllm: failed, {str(error)[-300:]}")
-        return {"failed": str(error)}
 
 
 def table(figures: Mapping[str, Any]) -> Table:

@@ -88,6 +88,7 @@ def run(
     *,
     workload: StepWorkload | None = None,
     against: str | None = None,
+    peer_python: Path | None = None,
     max_lag: int = 0,
     steps: int = 5,
     row_tokens: int = 12288,
@@ -101,7 +102,7 @@ def run(
     if against == "trl":
         from headrace.bench import step_with_trl
 
-        step_with_trl.check_installed()
+        step_with_trl.check_installed(peer_python)
     with tempfile.TemporaryDirectory(prefix="headrace-step-") as made:
         model = Path(made) / "model"
         progress(f"writing a random {shape}")
@@ -122,7 +123,7 @@ def run(
         }
         progress(_told("headrace", figures["headrace"]))
         if against == "trl":
-            figures["trl"] = _with_trl(model, workload, steps, progress)
+            figures["trl"] = _with_trl(model, workload, steps, progress, peer_python)
             if "seconds" in figures["trl"]:
                 figures["ratio"] = figures["trl"]["seconds"] / figures["headrace"]["seconds"]
     return figures
@@ -164,7 +165,11 @@ def _steady(times: StepTimes) -> dict[str, Any]:
 
 
 def _with_trl(
-    model: Path, workload: StepWorkload, steps: int, progress: Callable[[str], None]
+    model: Path,
+    workload: StepWorkload,
+    steps: int,
+    progress: Callable[[str], None],
+    peer_python: Path | None = None,
 ) -> dict[str, Any]:
     """TRL's better time, where it has one, with every set-up that was tried and why one failed, if it did."""
     from headrace.bench import step_with_trl
@@ -173,7 +178,11 @@ def _with_trl(
     for checkpointing in (True, False):
         progress(f"running TRL with vLLM, gradient checkpointing {'on' if checkpointing else 'off'}")
         try:
-            tried.append(step_with_trl.run(model, workload, steps=steps, checkpointing=checkpointing))
+            tried.append(
+                step_with_trl.run(
+                    model, workload, steps=steps, checkpointing=checkpointing, python=peer_python
+                )
+            )
             progress(_told("trl", tried[-1]))
         except ConfigError as error:
             tried.append({"checkpointing": checkpointing, "failed": str(error)})

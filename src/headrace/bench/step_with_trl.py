@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -22,21 +20,25 @@ from typing import Any
 from headrace.bench import peers
 from headrace.bench.gpu_memory import MemoryWatch
 from headrace.bench.step import StepWorkload
-from headrace.errors import ConfigError
 
 _SETTLING_STEPS = 2
 _DEADLINE_S = 1200
 
 
-def check_installed() -> None:
-    peers.need("trl", ["trl", "vllm"], "the extras bench and vllm")
+def check_installed(python: Path | None = None) -> None:
+    peers.need("trl", ["trl", "vllm"], "the extras bench and vllm", python)
 
 
 def run(
-    model: Path, workload: StepWorkload, *, steps: int, microbatch: int = 32, checkpointing: bool = True
+    model: Path,
+    workload: StepWorkload,
+    *,
+    steps: int,
+    microbatch: int = 32,
+    checkpointing: bool = True,
+    python: Path | None = None,
 ) -> dict[str, Any]:
-    """Figures of one set-up; raises ConfigError where TRL or vLLM is missing or the run fails."""
-    check_installed()
+    """Figures of one set-up; raises ConfigError where the run fails."""
     told = {
         "model": str(model),
         "workload": asdict(workload),
@@ -46,12 +48,7 @@ def run(
     }
     with tempfile.TemporaryDirectory() as directory, MemoryWatch() as memory:
         out = Path(directory) / "figures.json"
-        command = [sys.executable, "-m", __name__, json.dumps(told), str(out)]
-        done = subprocess.run(
-            command, env=peers.environment(), capture_output=True, text=True, timeout=_DEADLINE_S
-        )
-        if done.returncode:
-            raise ConfigError(f"--against trl: the run failed:\n{done.stderr[-3000:]}")
+        peers.run("trl", __name__, [json.dumps(told), str(out)], python=python, deadline_s=_DEADLINE_S)
         figures: dict[str, Any] = json.loads(out.read_text())
     return {**figures, "peak_bytes": memory.peak_bytes}
 

@@ -136,7 +136,7 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 def test_a_peer_is_held_against_both_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer here is the same model with known offsets, so its gaps are known."""
 
-    def peer(checkpoint, prompts, num_tokens):
+    def peer(checkpoint, prompts, num_tokens, python):
         assert (checkpoint / "config.json").is_file() and num_tokens == 5
         tokens = np.random.default_rng(5).integers(0, VOCAB, (6, 5)).astype(np.int32)
         exact = chosen(whole_logits(small_model().float(), prompts, tokens), tokens)
@@ -144,6 +144,7 @@ def test_a_peer_is_held_against_both_of_ours(monkeypatch: pytest.MonkeyPatch) ->
         return Peer(token_ids_SL=tokens, sampled_SL=exact, trained_SL=trained, about={"vllm": "0"})
 
     monkeypatch.setattr(mismatch, "create_random_model", lambda *_, **__: small_model())
+    monkeypatch.setattr(mismatch_with_vllm, "check_installed", lambda python: None)
     monkeypatch.setattr(mismatch_with_vllm, "run", peer)
     figures = mismatch.run("qwen2-0.5b", against="vllm", workload=WORKLOAD, device="cpu")
     gaps = figures["gaps"]

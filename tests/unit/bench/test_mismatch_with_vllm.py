@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.bench import mismatch
 from headrace.bench import mismatch_with_vllm as peer_process
 from headrace.bench.mismatch_with_vllm import Peer
 from headrace.errors import ConfigError
@@ -70,7 +71,7 @@ def test_the_process_is_told_its_prompts_and_its_answer_read(
     ("outcome", "said"),
     [
         (SimpleNamespace(returncode=1, stderr="out of memory"), "out of memory"),
-        (subprocess.TimeoutExpired("vllm", 1), "no log-probabilities after"),
+        (subprocess.TimeoutExpired("vllm", 1), "had not ended after"),
     ],
 )
 def test_a_failed_process_says_why(
@@ -86,10 +87,11 @@ def test_a_failed_process_says_why(
         peer_process.run(tmp_path, PROMPTS, 2)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_is_named_before_a_model_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delattr(mismatch, "create_random_model")
     with pytest.raises(ConfigError, match="vllm is not installed; install the extras bench and vllm"):
-        peer_process.run(tmp_path, PROMPTS, 2)
+        mismatch.run("qwen2-0.5b", against="vllm")
 
 
 def test_vllm_is_set_up_as_trl_does_and_gives_the_sampled_tokens_values(

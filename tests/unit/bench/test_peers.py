@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -49,3 +51,39 @@ def test_the_sampler_of_a_missing_library_is_off(monkeypatch: pytest.MonkeyPatch
     assert peers.environment()["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there")
     assert "VLLM_USE_FLASHINFER_SAMPLER" not in peers.environment()
+
+
+@pytest.fixture
+def other_python(tmp_path: Path) -> Path:
+    """An interpreter that finds this Headrace, and of the peers TRL alone, which fails when it is run."""
+    packages = tmp_path / "packages"
+    (packages / "trl").mkdir(parents=True)
+    (packages / "trl" / "__init__.py").write_text("")
+    (packages / "trl" / "__main__.py").write_text("import sys; sys.exit('no GPU ' + ' '.join(sys.argv[1:]))")
+    python, source = tmp_path / "python", Path(peers.__file__).parents[2]
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages}:{source} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_another_interpreter_is_asked_what_it_has(other_python: Path) -> None:
+    assert peers.lacking(["trl", "no_such_library", "json"], other_python) == ["no_such_library"]
+    peers.need("trl", ["trl"], "the extra bench", other_python)
+    with pytest.raises(
+        ConfigError, match=r"no_such_library is not installed where .*python looks; install it"
+    ):
+        peers.need("trl", ["trl", "no_such_library"], "it", other_python)
+    assert peers.environment(other_python)["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+
+
+def test_a_peer_runs_in_the_interpreter_it_is_given(other_python: Path) -> None:
+    with pytest.raises(ConfigError, match="--against trl: the run failed:\nno GPU a b"):
+        peers.run("trl", "trl", ["a", "b"], python=other_python, deadline_s=60)
+    peers.run("trl", "json.tool", ["--help"], python=None, deadline_s=60)
+
+
+def test_what_is_no_interpreter_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--peer-python .*nothing: it is no Python that runs"):
+        peers.need("vllm", ["vllm"], "it", tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="it is no Python that runs"):
+        peers.need("vllm", ["vllm"], "it", Path("/bin/false"))

@@ -66,7 +66,7 @@ def test_a_peer_that_fails_costs_nothing_of_our_own_figures(monkeypatch: pytest.
 
     ours = {"shape": "qwen2-0.5b", "rounds": 1, "tokens": 100, "seconds": 2.0, "limit_s": 1.0, "ready_s": 9.0}
     monkeypatch.setattr(rollouts, "run", lambda *_, **__: ours)
-    monkeypatch.setattr(against_vllm, "check_installed", lambda: None)
+    monkeypatch.setattr(against_vllm, "check_installed", lambda python: None)
     monkeypatch.setattr(against_vllm, "run", fail)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     said: list[str] = []
