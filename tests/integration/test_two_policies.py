@@ -161,4 +161,5 @@ def test_each_policy_is_trained_as_if_the_engine_were_its_own(make_driver, tmp_p
             for a, b in zip(several, others, strict=True):
                 assert set(a.versions) == {step} == set(a.kv_versions[:, 0])
                 np.testing.assert_array_equal(a.token_ids, b.token_ids)
-                np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+                # Other rows in a pass round otherwise, by the processor; what AdamW makes of that grows with the steps.
+                np.testing.assert_allclose(a.logprobs, b.logprobs, atol=3e-4 if step else 1e-5)
