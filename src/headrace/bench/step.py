@@ -201,7 +201,7 @@ def _told(side: str, row: Mapping[str, Any]) -> str:
 def table(figures: Mapping[str, Any]) -> Table:
     title = (
         f"{figures['shape']}, max_lag {figures['max_lag']}; the limit, {figures['limit_s']:.2f} s, is "
-        f"{figures['limit_generation_s']:.2f} s of generating and {figures['limit_training_s']:.2f} s of training"
+        f"{figures['limit_generation_s']:.2f} s of generating, then {figures['limit_training_s']:.2f} s of training"
     )
     drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in ("side", "seconds a step", "of the limit", "generation", "training", "peak memory"):

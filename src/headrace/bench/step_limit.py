@@ -3,7 +3,9 @@
 In: a model's configuration, the size of a step, bytes and floating-point operations a second. Out: seconds of
 generating and of training. A decode pass takes as long as reading the weights and every visible key and value once,
 prompts once a group, or as long as its arithmetic, whichever is longer; prompts are computed once a group; training is
-the model FLOPs that ``bench.train`` counts. Sampling, the optimizer and all that is elementwise cost nothing here.
+the model FLOPs that ``bench.train`` counts. Of a mixture every expert is read in each pass. Sampling, the optimizer and
+all that is elementwise cost nothing here. Where both run at the same time one may read while the other multiplies: the
+sum bounds a step at lag 0.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PretrainedConfig
 
 from headrace.bench import train
@@ -38,7 +39,7 @@ def step_limit(
 ) -> StepLimit:
     model = build_random_model(config, device="meta", dtype=torch.bfloat16)
     layers = decoder_layers(model)
-    body = sum(m.weight.numel() for layer in layers for m in layer.modules() if isinstance(m, nn.Linear))
+    body = train.layer_weights(model)
     head = model.get_output_embeddings().weight.numel()
     head_dim = train.head_size(config)
     num_prompts, prompt = workload.num_groups, workload.prompt_tokens
@@ -47,9 +48,9 @@ def step_limit(
     sampled = np.arange(1, workload.completion_tokens, dtype=np.float64)
     pair_flops = 4.0 * config.num_attention_heads * head_dim * len(layers)
     row_bytes = 2.0 * 2 * config.num_key_value_heads * head_dim * len(layers)
-    read = 2.0 * (body + head) + (num_prompts * prompt + num_rows * sampled) * row_bytes
-    flops = num_rows * (2.0 * (body + head) + (prompt + sampled) * pair_flops)
-    prompt_flops = num_prompts * (2.0 * (body * prompt + head) + prompt * (prompt + 1) / 2 * pair_flops)
+    read = 2.0 * (body.all + head) + (num_prompts * prompt + num_rows * sampled) * row_bytes
+    flops = num_rows * (2.0 * (body.used + head) + (prompt + sampled) * pair_flops)
+    prompt_flops = num_prompts * (2.0 * (body.used * prompt + head) + prompt * (prompt + 1) / 2 * pair_flops)
     passes_s = np.maximum(read / bytes_per_s, flops / flops_per_s).sum()
     samples = train.random_samples(train.Workload(**asdict(workload)), vocab_size=config.vocab_size)
     rows = pack(samples, row_tokens=1 << 20, share_prefixes=True)

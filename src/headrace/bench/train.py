@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -42,6 +42,14 @@ class Workload:
     group_size: int = 8
     prompt_tokens: int = 256
     completion_tokens: int = 512
+
+
+class LayerWeights(NamedTuple):
+    """Of all decoder layers together."""
+
+    all: int
+    used: int
+    """By one token."""
 
 
 class NoSender:
@@ -201,16 +209,24 @@ def model_flops(model: PreTrainedModel, rows: Sequence[PackedRow]) -> float:
     """A multiplication and an addition for each weight and token, and for each pair attention looks at
     (scores and values), times three: once forward, twice backward. The head is run on loss tokens only."""
     layers = decoder_layers(model)
-    kinds = (nn.Linear, JoinedLinear)
-    linears = [module for layer in layers for module in layer.modules() if isinstance(module, kinds)]
     config, head_dim = model.config, head_size(model.config)
     tokens = sum(row.num_computed for row in rows)
     loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
     pairs = sum(_attended_pairs(row) for row in rows)
-    body = 2.0 * tokens * sum(linear.weight.numel() for linear in linears)
+    body = 2.0 * tokens * layer_weights(model).used
     head = 2.0 * loss_tokens * model.get_output_embeddings().weight.numel()
     attention = 4.0 * pairs * config.num_attention_heads * head_dim * len(layers)
     return 3 * (body + head + attention)
+
+
+def layer_weights(model: PreTrainedModel) -> LayerWeights:
+    """Of linear layers and experts; what a router and norms have is left out."""
+    kinds, config = (nn.Linear, JoinedLinear), model.config
+    layers = decoder_layers(model)
+    dense = sum(m.weight.numel() for layer in layers for m in layer.modules() if isinstance(m, kinds))
+    experts = sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() == 3)
+    used = experts * config.num_experts_per_tok // config.num_experts if experts else 0
+    return LayerWeights(dense + experts, dense + used)
 
 
 def head_size(config: PretrainedConfig) -> int:

@@ -2,8 +2,8 @@
 
 In: for every pass, how many sequences decode. Out: how many must be ready before any begins. Where prompts are a pass
 of their own, that pass reads all weights and is launched kernel by kernel, however few tokens it has; so those that
-could begin are gathered until there is one for every eight that decode. None is put off for more than 32 passes since
-the last began; those that come one by one, far apart, begin at once.
+could begin are gathered until there is one for every eight that decode. Once 32 passes have gone by since the last
+began, the next need not wait for others; so those that come one by one, far apart, begin at once.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ Digests of one adapter's blocks never meet those of another's.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -35,6 +36,12 @@ def block_digests(
         block = tokens[start : start + block_size].tobytes()
         digests.append(hashlib.blake2b(parent + block, digest_size=16).digest())
     return digests
+
+
+def num_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """Blocks that both begin with. Digests are chained, so where two agree all before them do."""
+    shorter = range(min(len(one), len(other)))
+    return bisect_left(shorter, True, key=lambda i: one[i] != other[i])
 
 
 class BlockPool:

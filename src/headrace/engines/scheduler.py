@@ -13,12 +13,13 @@ Branches that leave an earlier request at one point are admitted together, when 
 their siblings are what they are compared with, so they begin under one version of the weights.
 
 Where it pays, waiting sequences are gathered for a few passes while others decode (see ``gathering``); those that were
-sent back too, which leaves those that go on more blocks and sends back fewer.
+sent back too, which leaves more blocks to those that go on.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -26,7 +27,7 @@ import numpy as np
 
 from headrace.engines.gathering import Gathering
 from headrace.engines.holds import Holds
-from headrace.engines.kv_cache import BlockPool, block_digests
+from headrace.engines.kv_cache import BlockPool, block_digests, num_common
 from headrace.engines.sequences import Sequence, SlotTable
 
 
@@ -50,6 +51,10 @@ class Work:
 
 @dataclass(slots=True)
 class Counters:
+    passes: int = 0
+    """Forward passes, those without decoding rows included."""
+    prompt_passes: int = 0
+    """Passes with prompts in them."""
     prefill_tokens: int = 0
     cache_hit_tokens: int = 0
     generated_tokens: int = 0
@@ -103,7 +108,7 @@ class Scheduler:
         for sequence in list(self._filling):
             if budget > 0 and sequence.slot >= 0:
                 budget -= self._add_chunk(sequence, budget, versions, chunks)
-        self.gathering.is_open = self._has_room_for(self.gathering.next_pass(len(decode)))
+        self.gathering.is_open = self._are_ready(self.gathering.next_pass(len(decode)))
         while budget > 0 and self._admit(versions):
             budget -= self._add_chunk(self.running[-1], budget, versions, chunks)
         self.gathering.is_open = self.gathering.is_open and budget <= 0
@@ -189,7 +194,7 @@ class Scheduler:
         sequence = self.waiting[0]
         if not sequence.started and (self.holding or not self._has_room_for_siblings(sequence)):
             return False
-        if self.running and self.pool.num_free < self._blocks_to_begin(sequence):
+        if self.running and self.pool.num_free < self._blocks_to_begin([sequence]):
             return False
         self.waiting.popleft()
         self.table.place(sequence)
@@ -201,15 +206,25 @@ class Scheduler:
         self._slots = np.append(self._slots, sequence.slot)
         return True
 
-    def _blocks_to_begin(self, sequence: Sequence) -> int:
-        """For its tokens and the next one."""
-        return -(-(len(sequence.token_ids) + 1) // self.table.block_size)
-
-    def _has_room_for(self, count: int) -> bool:
-        """Whether so many sequences wait, and there are slots and blocks for them."""
+    def _are_ready(self, count: int) -> bool:
+        """Whether so many sequences wait that have slots and blocks. Branches are not gathered: what they leave is of
+        use only until the weights change. Nor is what comes back while nothing new may start."""
+        head = self.waiting[0] if self.waiting else None
+        is_branch = head is not None and not head.started and head.request.fork is not None
+        if not count or self.holding or is_branch:
+            return True
         if min(len(self.waiting), self.table.num_free) < count:
             return False
-        return sum(map(self._blocks_to_begin, islice(self.waiting, count))) <= self.pool.num_free
+        return self._blocks_to_begin(islice(self.waiting, count)) <= self.pool.num_free
+
+    def _blocks_to_begin(self, sequences: Iterable[Sequence]) -> int:
+        """For their tokens and the next one of each, what two in a row begin with counted once."""
+        size, total, before = self.table.block_size, 0, list[bytes]()
+        for sequence in sequences:
+            digests = block_digests(sequence.token_ids, size, sequence.digests, sequence.adapter)
+            total += len(sequence.token_ids) // size + 1 - num_common(before, digests)
+            before = digests
+        return total
 
     def _has_room_for_siblings(self, sequence: Sequence) -> bool:
         """True when every branch that waits to leave at the same point can start now, or all slots are free."""

@@ -165,6 +165,8 @@ class TorchEngine:
         landing, self._in_flight = self._in_flight, None
         if num_prefill or len(work.decode):
             self._in_flight = self._launch(work)
+            self._scheduler.counters.passes += 1
+            self._scheduler.counters.prompt_passes += num_prefill > 0
         if landing is not None:
             done += self._land(landing)
         if self._in_flight is not None and not self._executor.pipelined:
@@ -253,6 +255,8 @@ class TorchEngine:
     def counters(self) -> dict[str, float]:
         counters = self._scheduler.counters
         return {
+            "passes": counters.passes,
+            "prompt_passes": counters.prompt_passes,
             "generated_tokens": counters.generated_tokens,
             "prefill_tokens": counters.prefill_tokens,
             "cache_hit_tokens": counters.cache_hit_tokens,

@@ -43,3 +43,18 @@ def test_the_step_that_is_compared_has_a_limit_of_a_few_seconds():
     """Near what was estimated for this GPU, 6 s, before prompts were taken to be computed once a group."""
     limit = step_limit(shape_config("qwen2-1.5b"), StepWorkload(), bytes_per_s=4.1e12, flops_per_s=780e12)
     assert 4.0 < limit.seconds < 6.0 and limit.seconds == limit.generation_s + limit.training_s
+
+
+def test_every_expert_is_read_and_few_are_multiplied_with():
+    config = shape_config("moe-small")
+    body, head = 12 * (2 * 2048 * 2048 + 2 * 2048 * 512), 151936 * 2048
+    experts = 12 * 64 * 3 * 512 * 2048
+    slow_memory = step_limit(config, WORKLOAD, bytes_per_s=1.0, flops_per_s=1e30)
+    row_bytes = 2 * 2 * 4 * 128 * 12
+    read = sum(2 * (body + experts + head) + (2 * 12 + 6 * n) * row_bytes for n in (1, 2, 3))
+    assert slow_memory.generation_s == pytest.approx(read)
+    slow_arithmetic = step_limit(config, WORKLOAD, bytes_per_s=1e30, flops_per_s=1.0)
+    tokens, pairs = 2 * 11 + 6 * 4, 2 * 66 + 6 * (4 * 11 + 10)
+    used = body + experts // 8
+    expected = 3 * (2 * used * tokens + 2 * head * 24 + 4 * 16 * 128 * 12 * pairs)
+    assert slow_arithmetic.training_s == pytest.approx(expected)

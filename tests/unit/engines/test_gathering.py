@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.engines.gathering import Gathering
+from headrace.types import ForkPoint
 
 SLOTS, PASSES = 64, 32
 """Nobody waits for more passes than this."""
@@ -105,32 +109,17 @@ def test_what_was_sent_back_is_gathered_too(make_full, make_request):
     assert waits == PASSES - 3
 
 
-class CountingPrompts:
-    """Counts the passes with prompts that an executor is asked for."""
-
-    def __init__(self, executor, monkeypatch):
-        self.count = 0
-        launch = executor.launch
-
-        def counted(work):
-            self.count += bool(work.chunks)
-            return launch(work)
-
-        monkeypatch.setattr(executor, "launch", counted)
-
-
 def test_where_blocks_are_short_fewer_are_sent_back_and_the_tokens_are_the_same(
-    make_full, make_request, run_engine, monkeypatch
+    make_full, make_request, run_engine
 ):
     requests = [make_request(f"r{i}", prompt=5 + i % 30, max_tokens=10 + 7 * i % 53) for i in range(120)]
     found = {}
     for gathers in (False, True):
         engine = make_full(kv_tokens=SLOTS * 20)
         engine._scheduler.gathering.gathers = gathers
-        prompts = CountingPrompts(engine._executor, monkeypatch)
-        done = run_engine(engine, *requests)
-        assert engine.counters()["free_blocks"] == SLOTS * 20 // 16
-        found[gathers] = done, prompts.count, engine.counters()["preemptions"]
+        done, counters = run_engine(engine, *requests), engine.counters()
+        assert counters["free_blocks"] == SLOTS * 20 // 16 and counters["passes"] > counters["prompt_passes"]
+        found[gathers] = done, counters["prompt_passes"], counters["preemptions"]
     (plain, many, often), (gathered, few, seldom) = found[False], found[True]
     assert 2 * few < many and seldom < often
     assert {name: list(one.token_ids) for name, one in gathered.items()} == {
@@ -138,14 +127,57 @@ def test_where_blocks_are_short_fewer_are_sent_back_and_the_tokens_are_the_same(
     }
 
 
-@given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 9), st.booleans()), max_size=200))
-def test_nobody_waits_longer_than_the_most(passes):
-    """Whatever decodes and arrives: with somebody ready in every pass, some begin in one of any 32."""
-    gathering, waited = Gathering(gathers=True), 0
-    for num_decoding, num_ready, is_full in passes:
+def test_a_group_needs_the_blocks_of_its_prompt_once(make_full, make_request):
+    engine = make_full(kv_tokens=SLOTS * 20)
+    for i in range(40):
+        engine.submit(make_request(f"long-{i}", prompt=4, max_tokens=60))
+    starts(engine, 2)
+    free = engine.counters()["free_blocks"]
+    prompt = np.arange(128) % 61
+    for i in range(8):
+        engine.submit(make_request(f"member-{i}", prompt=prompt, seed=i, max_tokens=4))
+    # Five must be ready for forty that decode; alone, each would need nine blocks.
+    assert 8 + 8 < free < 5 * 9
+    assert starts(engine, 1) == [8]
+
+
+def test_branches_are_not_gathered(make_full, make_request):
+    engine = make_full()
+    root = replace(make_request("root", prompt=20, max_tokens=6), hold_s=60.0)
+    engine.submit(root)
+    for i in range(SLOTS - 1):
+        engine.submit(make_request(f"long-{i}", max_tokens=60))
+    done = {}
+    while "root" not in done:
+        done.update(engine.step())
+    prompt = np.concatenate([root.prompt_ids, done["root"].token_ids[:3]])
+    fork = ForkPoint(request_id="root", num_tokens=len(prompt), version=0)
+    engine.submit(replace(root, id="branch", prompt_ids=prompt, hold_s=0.0, fork=fork))
+    assert starts(engine, 1) == [1]
+
+
+def test_what_was_sent_back_returns_at_once_while_nothing_new_may_start(make_full, make_request):
+    engine = make_full()
+    for i in range(SLOTS // 2):
+        engine.submit(make_request(f"long-{i}", max_tokens=80))
+    starts(engine, 4)
+    engine.hold(True)
+    scheduler = engine._scheduler
+    scheduler.preempt(scheduler.running[-1])
+    engine.step()
+    assert not scheduler.waiting
+
+
+@given(st.lists(st.tuples(st.integers(41, 64), st.integers(1, 4)), min_size=3 * PASSES, max_size=4 * PASSES))
+def test_nobody_is_put_off_for_longer(passes):
+    """With somebody ready in every pass, but never enough: some begin in one of any 32."""
+    gathering, waited, num_begun = Gathering(gathers=True), 0, 0
+    for num_decoding, num_ready in passes:
         gathering.is_open = num_ready >= gathering.next_pass(num_decoding)
-        if gathering.is_open and num_ready:
+        if gathering.is_open:
             gathering.began()
-        waited = 0 if gathering.is_open or not num_ready else waited + 1
+        num_begun += gathering.is_open
+        waited = 0 if gathering.is_open else waited + 1
         assert waited < PASSES
-        gathering.is_open = gathering.is_open and is_full
+        gathering.is_open = False
+    assert num_begun == 1 + (len(passes) - 1) // PASSES

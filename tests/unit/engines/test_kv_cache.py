@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engines.kv_cache import SCRATCH_BLOCK, BlockPool, block_digests
+from headrace.engines.kv_cache import SCRATCH_BLOCK, BlockPool, block_digests, num_common
 from headrace.engines.lanes import Lanes
 
 
@@ -126,3 +126,15 @@ def test_lane_rows_hold_the_sequence_they_name(steps, random):
             assert all(step[s] == rows.lane.kv_length for s in rows.slots)
             named += rows.slots.tolist()
         assert sorted(named) == sorted(step)
+
+
+@given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40))
+def test_common_blocks_are_those_up_to_the_first_difference(one, other):
+    digests = [block_digests(np.array(ids, dtype=np.int32), 4, []) for ids in (one, other)]
+    blocks = [[tuple(ids[i : i + 4]) for i in range(0, len(ids) - 3, 4)] for ids in (one, other)]
+    expected = 0
+    for a, b in zip(*blocks, strict=False):
+        if a != b:
+            break
+        expected += 1
+    assert num_common(*digests) == expected
