@@ -134,6 +134,10 @@ def table(figures: Mapping[str, Any]) -> Table:
         f"of the weights changed; of one step: {size['one_step_bytes_share']:.2%}, "
         f"{size['one_step_changed_share']:.2%}\ntimes in ms"
     )
+
+    def rate(gb_s: float) -> str:
+        return f"{gb_s:.1f} {gb_s / figures['copy_gb_s']:.0%}"
+
     drawn = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     columns = (
         "bundle",
@@ -142,9 +146,9 @@ def table(figures: Mapping[str, Any]) -> Table:
         "of own",
         "moved",
         "publish",
-        "GB/s",
+        "GB/s, of copy",
         "receive",
-        "GB/s",
+        "GB/s, of copy",
         "stall",
         "worst",
     )
@@ -159,9 +163,9 @@ def table(figures: Mapping[str, Any]) -> Table:
             f"{cell['sent_bytes'] / cell['own_bytes']:.2%}",
             f"{cell['changed_share']:.1%}",
             f"{cell['publish_ms']:.1f}",
-            f"{cell['publish_gb_s']:.1f}",
+            rate(cell["publish_gb_s"]),
             f"{cell['receive_ms']:.1f}",
-            f"{cell['receive_gb_s']:.1f}",
+            rate(cell["receive_gb_s"]),
             f"{cell['stall_ms']:.1f}",
             f"{cell['worst_stall_ms']:.1f}",
         )

@@ -47,6 +47,8 @@ def test_every_cell_has_a_row():
         and "0.25%" in text
         and "collective" in text
         and "this machine copies 10.0 GB/s" in text
+        and "2.0 20%" in text
+        and "4.0 40%" in text
     )
 
 
