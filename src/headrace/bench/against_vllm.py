@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.bench import peers
+from headrace.bench.rollout_workload import Workload
+from headrace.errors import ConfigError
 
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -41,20 +43,27 @@ def run(
         out = Path(directory) / "figures.json"
         told = [shape, str(out), str(repeats), str(seed), str(rounds)]
         deadline_s = _START_S + (repeats + 1) * rounds * _ROUND_S
-        peers.run("vllm", __name__, told, python=python, deadline_s=deadline_s)
+        peers.run("vllm", __name__, told, out, python=python, deadline_s=deadline_s)
         figures: dict[str, Any] = json.loads(out.read_text())
-        return figures
+    # Where it has an environment of its own, the Headrace there may be another.
+    if figures["workload"] != Workload(seed=seed, rounds=rounds).digest():
+        raise ConfigError(
+            "--peer-python: the Headrace installed there makes other prompts or lengths; install this one there"
+        )
+    return figures
 
 
 def _measure(shape: str, repeats: int, seed: int, rounds: int) -> dict[str, Any]:
     import vllm
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from headrace.bench.rollouts import Workload, process_age_s
+    from headrace.bench.rollouts import process_age_s
     from headrace.bench.shapes import shape_config
 
     workload = Workload(seed=seed, rounds=rounds)
     config = shape_config(shape)
-    config.architectures, config.dtype = ["Qwen2ForCausalLM"], "bfloat16"
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.dtype = "bfloat16"
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
         llm = vllm.LLM(directory, load_format="dummy", skip_tokenizer_init=True, **SETTINGS)
@@ -82,6 +91,7 @@ def _measure(shape: str, repeats: int, seed: int, rounds: int) -> dict[str, Any]
                 seconds.append(taken)
     return {
         "version": vllm.__version__,
+        "workload": workload.digest(),
         "seconds": statistics.median(seconds),
         "all_seconds": seconds,
         "ready_s": ready_s,

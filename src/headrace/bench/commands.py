@@ -42,6 +42,7 @@ def bench_engine(
     from headrace import build
 
     build.quieten()
+    _check_peer(against, peer_python)
     if rounds > 1 and (shape is None or routes):
         raise ConfigError("--rounds: goes with --shape, and not with --routes")
     if shape is None:
@@ -51,7 +52,7 @@ def bench_engine(
         Console().print(engine.table(figures))
     elif routes:
         from headrace.bench import routes as recording
-        from headrace.bench.rollouts import Workload
+        from headrace.bench.rollout_workload import Workload
 
         _require_gpu("bench engine --routes")
         figures = recording.run(shape, workload=Workload(seed=seed), repeats=repeats, progress=_tell)
@@ -136,6 +137,7 @@ def bench_step(
     """A whole step on a GPU: rollouts, training and new weights, engine and trainer sharing it."""
     from headrace.bench import step
 
+    _check_peer(against, peer_python)
     _require_gpu("bench step")
     figures = step.run(
         shape,
@@ -212,6 +214,7 @@ def bench_mismatch(
     from headrace import build
     from headrace.bench import mismatch
 
+    _check_peer(against, peer_python)
     _require_gpu("bench mismatch")
     build.quieten()
     workload = mismatch.Workload(seed=seed)
@@ -318,6 +321,11 @@ def bench_lag(
     write_json(json_file, figures)
     if picture is not None:
         (two_lags.write_picture if sweep is None else staleness_picture.write)(figures, picture)
+
+
+def _check_peer(against: str | None, peer_python: Path | None) -> None:
+    if peer_python is not None and against is None:
+        raise ConfigError("--peer-python: goes with --against")
 
 
 def _tell(line: str) -> None:

@@ -59,7 +59,7 @@ def run(checkpoint: Path, prompts_SP: np.ndarray, num_tokens: int, python: Path 
         given, found = Path(directory) / "prompts.npz", Path(directory) / "found.npz"
         np.savez(given, prompts=prompts_SP, num_tokens=num_tokens)
         told = [str(checkpoint), str(given), str(found)]
-        peers.run("vllm", __name__, told, python=python, deadline_s=_DEADLINE_S)
+        peers.run("vllm", __name__, told, found, python=python, deadline_s=_DEADLINE_S)
         return read(found)
 
 

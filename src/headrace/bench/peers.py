@@ -2,15 +2,20 @@
 
 In: what a comparison needs, and the interpreter it runs in: this one, or that of an environment where Headrace and the
 peer are installed, since libraries pin what others need in other versions. Out: an error before anything is measured,
-where something is missing there; and a run that ends within its deadline, or an error that says why not.
+where something is missing there; and a run that has written its result when it ends, or an error that says why not.
+When a run is over nothing of it is left: a process that keeps memory of the GPU would spoil what is measured next.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,8 +23,8 @@ from headrace.errors import ConfigError
 
 _PROBE_S = 120
 _PROBE = """
-import importlib.util, sys
-print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
+import importlib.util, json, sys
+print(json.dumps([name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]))
 """
 
 
@@ -31,19 +36,28 @@ def need(against: str, packages: Sequence[str], extras: str, python: Path | None
         raise ConfigError(f"--against {against}: {missing[0]} is not installed{where}; install {extras}")
 
 
-def run(against: str, module: str, told: Sequence[str], *, python: Path | None, deadline_s: float) -> None:
-    """Run a module of ours beside the peer. Raises ConfigError where it fails or does not end."""
-    command = [str(python or sys.executable), "-m", module, *told]
-    try:
-        done = subprocess.run(
-            command, env=environment(python), capture_output=True, text=True, timeout=deadline_s
+def run(
+    against: str, module: str, told: Sequence[str], result: Path, *, python: Path | None, deadline_s: float
+) -> None:
+    """Run a module of ours beside the peer until it has written ``result``. Raises ConfigError where it does not."""
+    command = [_interpreter(python), "-m", module, *told]
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        # Its own session, so that what it starts can be ended with it; a file, since a pipe lasts as long as those do.
+        peer = subprocess.Popen(
+            command, env=environment(python), stdout=said, stderr=said, start_new_session=True
         )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"--against {against}: the run had not ended after {deadline_s:g} s; free the GPU, or ask for less"
-        ) from error
-    if done.returncode:
-        raise ConfigError(f"--against {against}: the run failed:\n{done.stderr[-3000:]}")
+        try:
+            peer.wait(deadline_s)
+            outcome = f"failed (exit status {peer.returncode})"
+        except subprocess.TimeoutExpired:
+            outcome = f"had not ended after {deadline_s:g} s; free the GPU, or ask for less"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(peer.pid, signal.SIGKILL)
+            peer.wait()
+        if peer.returncode or not result.exists():
+            said.seek(0)
+            raise ConfigError(f"--against {against}: the run {outcome}:\n{said.read()[-3000:]}")
 
 
 def environment(python: Path | None = None) -> dict[str, str]:
@@ -58,10 +72,16 @@ def lacking(packages: Sequence[str], python: Path | None) -> list[str]:
     """Those of the packages that the interpreter would not find."""
     if python is None:
         return [name for name in packages if importlib.util.find_spec(name) is None]
-    command = [str(python), "-c", _PROBE, *packages]
+    command = [_interpreter(python), "-c", _PROBE, *packages]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
+        missing: list[str] = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip()
         raise ConfigError(f"--peer-python {python}: it is no Python that runs: {said[-500:]}") from error
-    return done.stdout.split()
+    return missing
+
+
+def _interpreter(python: Path | None) -> str:
+    """A path, never looked up elsewhere; links are left alone, since an environment's interpreter is one."""
+    return sys.executable if python is None else str(python.absolute())

@@ -1,9 +1,10 @@
 """Rollouts on one GPU: groups of samples with long-tailed lengths, and how far from the memory's limit they run.
 
-In: a model shape, a workload and a number of repeats. Out: seconds (median, after a warm-up) and output tokens
-per second, beside the seconds that reading the weights once a decode step and every visible key and value
-once would take at the bandwidth measured in the same run. Stop tokens are off: each request has its length. With
-several rounds there are more samples than run at once, as in asynchronous training: prompts are read beside decoding.
+In: a model shape, a workload and a number of repeats. Out: seconds (median, after a warm-up) and output tokens per
+second, beside the seconds that reading the weights once a decode step and every visible key and value once, prompts
+once a group, would take at the bandwidth measured in the same run. Stop tokens are off: each request has its length.
+With several rounds there are more samples than run at once, as in asynchronous training: prompts are computed beside
+decoding rows.
 """
 
 from __future__ import annotations
@@ -13,66 +14,21 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.table import Table
+from transformers import PreTrainedModel
 
-from headrace.bench import against_vllm
+from headrace.bench import against_vllm, train
+from headrace.bench.rollout_workload import Workload
 from headrace.bench.shapes import create_random_model
 from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
 from headrace.errors import ConfigError
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
-from headrace.types import Completion, Request, Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    num_prompts: int = 64
-    group_size: int = 8
-    prompt_tokens: int = 256
-    mean_tokens: float = 483.0
-    cap_tokens: int = 2048
-    seed: int = 0
-    rounds: int = 1
-    """So many times the prompts that run at once: the others wait, and begin as samples end."""
-
-    @property
-    def at_once(self) -> int:
-        """Samples that run together."""
-        return self.num_prompts * self.group_size
-
-    def prompts(self, vocab_size: int, repeat: int = 0) -> np.ndarray:
-        """int32 [rounds * prompts, tokens], others in every repeat: an engine may remember those of the last."""
-        rng = np.random.default_rng((self.seed, repeat))
-        shape = self.rounds * self.num_prompts, self.prompt_tokens
-        return rng.integers(0, vocab_size, shape).astype(np.int32)
-
-    def lengths(self) -> np.ndarray:
-        """int64 [rounds * prompts * group], log-normal, cut at the cap, with the wanted mean."""
-        draws = np.random.default_rng(self.seed + 1).standard_normal(self.rounds * self.at_once)
-        low, high = 1.0, float(self.cap_tokens)
-        for _ in range(60):
-            middle = (low + high) / 2
-            mean = np.clip(np.exp(draws * 0.9) * middle, 1, self.cap_tokens).mean()
-            low, high = (middle, high) if mean < self.mean_tokens else (low, middle)
-        return np.clip(np.round(np.exp(draws * 0.9) * low), 1, self.cap_tokens).astype(np.int64)
-
-    def requests(self, vocab_size: int, repeat: int) -> list[Request]:
-        prompts, lengths = self.prompts(vocab_size, repeat), self.lengths()
-        return [
-            Request(
-                id=f"{repeat}-{i}",
-                prompt_ids=prompts[i // self.group_size],
-                sampling=Sampling(max_tokens=int(length)),
-                seed=repeat * 100_000 + i,
-            )
-            for i, length in enumerate(lengths)
-        ]
+from headrace.types import Completion, Request
 
 
 def run(
@@ -198,18 +154,18 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def limit_seconds(model: torch.nn.Module, workload: Workload, bandwidth: float) -> float:
-    """Weights once a decode step, and for each token the keys and values it sees, at this bandwidth."""
-    lengths = workload.lengths()
-    weights = sum(
-        p.numel() * p.element_size() for p in {p.data_ptr(): p for p in model.parameters()}.values()
-    )
-    config: Any = model.config
-    head_dim = config.hidden_size // config.num_attention_heads
-    row_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 2
-    seen = (lengths * workload.prompt_tokens + lengths * (lengths + 1) // 2).sum()
+def limit_seconds(model: PreTrainedModel, workload: Workload, bandwidth: float) -> float:
+    """Layers and head once a decode step, and the keys and values that are seen, prompts once a group, at this
+    bandwidth. Of a mixture, as if every expert were read."""
+    lengths, config = workload.lengths(), model.config
+    weights = train.layer_weights(model).all + model.get_output_embeddings().weight.numel()
+    num_layers, head_dim = config.num_hidden_layers, train.head_size(config)
+    row_bytes = num_layers * 2 * config.num_key_value_heads * head_dim * 2
+    # A group's prompt is read as long as any of its samples goes on.
+    prompts = workload.prompt_tokens * lengths.reshape(-1, workload.group_size).max(axis=1)
+    seen = int(prompts.sum() + (lengths * (lengths + 1) // 2).sum())
     num_steps = max(int(lengths.max()), -(-int(lengths.sum()) // workload.at_once))
-    return float((weights * num_steps + int(seen) * row_bytes) / bandwidth)
+    return (2 * weights * num_steps + seen * row_bytes) / bandwidth
 
 
 def copy_bandwidth() -> float:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from headrace.bench.rollouts import Workload, generate
+from headrace.bench.rollout_workload import Workload
+from headrace.bench.rollouts import generate
 from headrace.bench.shapes import create_random_model
 from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine

@@ -48,7 +48,7 @@ def run(
     }
     with tempfile.TemporaryDirectory() as directory, MemoryWatch() as memory:
         out = Path(directory) / "figures.json"
-        peers.run("trl", __name__, [json.dumps(told), str(out)], python=python, deadline_s=_DEADLINE_S)
+        peers.run("trl", __name__, [json.dumps(told), str(out)], out, python=python, deadline_s=_DEADLINE_S)
         figures: dict[str, Any] = json.loads(out.read_text())
     return {**figures, "peak_bytes": memory.peak_bytes}
 

@@ -132,7 +132,8 @@ def table(figures: Mapping[str, Any]) -> Table:
         f"{figures['copy_gb_s']:.1f} GB/s; a pass takes {figures['usual_pass_ms']:.1f} ms\n"
         f"delta after {size['steps']} Adam steps: {size['bytes_share']:.2%} of the bytes, {size['changed_share']:.2%} "
         f"of the weights changed; of one step: {size['one_step_bytes_share']:.2%}, "
-        f"{size['one_step_changed_share']:.2%}\ntimes in ms"
+        f"{size['one_step_changed_share']:.2%}\ntimes in ms; GB/s are the weights' own bytes over them, sent or not; "
+        "a copy reads and writes each byte"
     )
 
     def rate(gb_s: float) -> str:

@@ -225,7 +225,9 @@ def layer_weights(model: PreTrainedModel) -> LayerWeights:
     layers = decoder_layers(model)
     dense = sum(m.weight.numel() for layer in layers for m in layer.modules() if isinstance(m, kinds))
     experts = sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() == 3)
-    used = experts * config.num_experts_per_tok // config.num_experts if experts else 0
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((found for name in names if (found := getattr(config, name, None))), 1)
+    used = experts * config.num_experts_per_tok // count if experts else 0
     return LayerWeights(dense + experts, dense + used)
 
 

@@ -18,6 +18,7 @@ import hashlib
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -109,6 +110,11 @@ class BlockPool:
             self._kept.discard(block)
             self._counts[block] += 1
         return block
+
+    def num_held(self, digests: Sequence[bytes]) -> int:
+        """Blocks with these contents, from the first on, that somebody holds: to share them takes no free one."""
+        held = (self._counts[self._block_of.get(digest, SCRATCH_BLOCK)] for digest in digests)
+        return sum(1 for _ in takewhile(bool, held))
 
     def release(self, blocks: list[int]) -> None:
         """Let go of blocks, the last first, so that a chain is evicted from its end. The list is not to change."""

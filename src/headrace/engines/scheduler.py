@@ -19,7 +19,6 @@ sent back too, which leaves more blocks to those that go on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -109,8 +108,10 @@ class Scheduler:
             if budget > 0 and sequence.slot >= 0:
                 budget -= self._add_chunk(sequence, budget, versions, chunks)
         self.gathering.is_open = self._are_ready(self.gathering.next_pass(len(decode)))
-        while budget > 0 and self._admit(versions):
+        num_begun = 0
+        while budget > 0 and self._admit(versions, num_begun):
             budget -= self._add_chunk(self.running[-1], budget, versions, chunks)
+            num_begun += 1
         self.gathering.is_open = self.gathering.is_open and budget <= 0
         if changes != self.table.num_changes:
             # Some may have been sent back meanwhile, and their slots given to others.
@@ -187,14 +188,15 @@ class Scheduler:
         self._publish(sequence, start, covered, version)
         return covered - start
 
-    def _admit(self, versions: np.ndarray) -> bool:
-        """Start the next waiting sequence if a slot and the blocks of its tokens are there."""
+    def _admit(self, versions: np.ndarray, num_begun: int) -> bool:
+        """Start the next waiting sequence if a slot and the blocks of its tokens are there, and one more to grow for
+        each that began in the same pass."""
         if not self.waiting or not self.table.num_free or not self.gathering.is_open:
             return False
         sequence = self.waiting[0]
         if not sequence.started and (self.holding or not self._has_room_for_siblings(sequence)):
             return False
-        if self.running and self.pool.num_free < self._blocks_to_begin([sequence]):
+        if self.running and not self._fit(sequence, reserved=num_begun):
             return False
         self.waiting.popleft()
         self.table.place(sequence)
@@ -215,16 +217,25 @@ class Scheduler:
             return True
         if min(len(self.waiting), self.table.num_free) < count:
             return False
-        return self._blocks_to_begin(islice(self.waiting, count)) <= self.pool.num_free
+        return self._fit(*islice(self.waiting, count))
 
-    def _blocks_to_begin(self, sequences: Iterable[Sequence]) -> int:
-        """For their tokens and the next one of each, what two in a row begin with counted once."""
-        size, total, before = self.table.block_size, 0, list[bytes]()
-        for sequence in sequences:
+    def _fit(self, *sequences: Sequence, reserved: int = 0) -> bool:
+        """Whether there are blocks for their tokens and the next one of each. Blocks that others hold, or that two in a
+        row begin with, are shared."""
+        free, size = self.pool.num_free - reserved, self.table.block_size
+        needed = [len(sequence.token_ids) // size + 1 for sequence in sequences]
+        if sum(needed) <= free:
+            return True
+        before: list[bytes] = []
+        for sequence, most in zip(sequences, needed, strict=True):
             digests = block_digests(sequence.token_ids, size, sequence.digests, sequence.adapter)
-            total += len(sequence.token_ids) // size + 1 - num_common(before, digests)
+            # The last token is always computed, so the block it is in is never shared.
+            digests = digests[: (len(sequence.token_ids) - 1) // size]
+            free -= most - max(num_common(before, digests), self.pool.num_held(digests))
+            if free < 0:
+                return False
             before = digests
-        return total
+        return True
 
     def _has_room_for_siblings(self, sequence: Sequence) -> bool:
         """True when every branch that waits to leave at the same point can start now, or all slots are free."""

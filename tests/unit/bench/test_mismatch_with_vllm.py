@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.bench import mismatch
+from headrace.bench import mismatch, peers
 from headrace.bench import mismatch_with_vllm as peer_process
 from headrace.bench.mismatch_with_vllm import Peer
 from headrace.errors import ConfigError
@@ -41,50 +40,24 @@ def assert_same(left: Peer, right: Peer) -> None:
         np.testing.assert_array_equal(values, right.trained_SL[name])
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flashinfer" else object())
-
-
 def test_what_the_process_found_travels_in_a_file(tmp_path: Path) -> None:
     peer_process.write(tmp_path / "found.npz", found())
     assert_same(peer_process.read(tmp_path / "found.npz"), found())
 
 
 def test_the_process_is_told_its_prompts_and_its_answer_read(
-    monkeypatch: pytest.MonkeyPatch, installed: None, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def process(command, *, env, timeout, **_):
-        assert command[:3] == [sys.executable, "-m", "headrace.bench.mismatch_with_vllm"] and timeout > 0
-        assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and command[3] == str(tmp_path)
-        with np.load(command[4]) as given:
+    def process(against, module, told, result, *, python, deadline_s):
+        assert (against, module, python) == ("vllm", "headrace.bench.mismatch_with_vllm", None)
+        assert told[0] == str(tmp_path) and told[2] == str(result) and deadline_s > 0
+        with np.load(told[1]) as given:
             np.testing.assert_array_equal(given["prompts"], PROMPTS)
             assert int(given["num_tokens"]) == 2
-        peer_process.write(Path(command[5]), found())
-        return SimpleNamespace(returncode=0)
+        peer_process.write(result, found())
 
-    monkeypatch.setattr(subprocess, "run", process)
+    monkeypatch.setattr(peers, "run", process)
     assert_same(peer_process.run(tmp_path, PROMPTS, 2), found())
-
-
-@pytest.mark.parametrize(
-    ("outcome", "said"),
-    [
-        (SimpleNamespace(returncode=1, stderr="out of memory"), "out of memory"),
-        (subprocess.TimeoutExpired("vllm", 1), "had not ended after"),
-    ],
-)
-def test_a_failed_process_says_why(
-    monkeypatch: pytest.MonkeyPatch, installed: None, tmp_path: Path, outcome: object, said: str
-) -> None:
-    def process(*_, **__):
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    monkeypatch.setattr(subprocess, "run", process)
-    with pytest.raises(ConfigError, match=said):
-        peer_process.run(tmp_path, PROMPTS, 2)
 
 
 def test_a_missing_package_is_named_before_a_model_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

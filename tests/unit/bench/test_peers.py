@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -55,15 +57,27 @@ def test_the_sampler_of_a_missing_library_is_off(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def other_python(tmp_path: Path) -> Path:
-    """An interpreter that finds this Headrace, and of the peers TRL alone, which fails when it is run."""
-    packages = tmp_path / "packages"
-    (packages / "trl").mkdir(parents=True)
-    (packages / "trl" / "__init__.py").write_text("")
-    (packages / "trl" / "__main__.py").write_text("import sys; sys.exit('no GPU ' + ' '.join(sys.argv[1:]))")
+    """An interpreter that finds this Headrace, and of the peers TRL alone."""
+    (tmp_path / "packages" / "trl").mkdir(parents=True)
+    (tmp_path / "packages" / "trl" / "__init__.py").write_text("")
     python, source = tmp_path / "python", Path(peers.__file__).parents[2]
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages}:{source} exec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH={tmp_path}/packages:{source} exec {sys.executable} "$@"\n', encoding="utf-8"
+    )
     python.chmod(0o755)
     return python
+
+
+@pytest.fixture
+def run_peer(tmp_path: Path, other_python: Path) -> Callable[..., None]:
+    """Runs a program as TRL's, in its interpreter."""
+
+    def run(program: str, *, deadline_s: float = 60) -> None:
+        (tmp_path / "packages" / "trl" / "__main__.py").write_text(program)
+        told, result = [str(tmp_path / "result"), "b"], tmp_path / "result"
+        peers.run("trl", "trl", told, result, python=other_python, deadline_s=deadline_s)
+
+    return run
 
 
 def test_another_interpreter_is_asked_what_it_has(other_python: Path) -> None:
@@ -76,14 +90,48 @@ def test_another_interpreter_is_asked_what_it_has(other_python: Path) -> None:
     assert peers.environment(other_python)["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
 
 
-def test_a_peer_runs_in_the_interpreter_it_is_given(other_python: Path) -> None:
-    with pytest.raises(ConfigError, match="--against trl: the run failed:\nno GPU a b"):
-        peers.run("trl", "trl", ["a", "b"], python=other_python, deadline_s=60)
-    peers.run("trl", "json.tool", ["--help"], python=None, deadline_s=60)
+def test_a_peer_is_told_what_to_do_and_leaves_a_result(run_peer, tmp_path: Path) -> None:
+    run_peer("import sys; open(sys.argv[1], 'w').write(sys.argv[2])")
+    assert (tmp_path / "result").read_text() == "b"
 
 
-def test_what_is_no_interpreter_is_named(tmp_path: Path) -> None:
+def test_a_peer_without_a_result_has_failed(run_peer) -> None:
+    with pytest.raises(ConfigError, match=r"--against trl: the run failed \(exit status 1\):\nno GPU"):
+        run_peer("import sys; sys.exit('no GPU')")
+    with pytest.raises(ConfigError, match=r"exit status 0\):\nnothing to do"):
+        run_peer("print('nothing to do')")
+
+
+def test_a_peer_that_does_not_end_is_ended(run_peer) -> None:
+    with pytest.raises(ConfigError, match=r"had not ended after 0\.5 s; free the GPU"):
+        run_peer("import signal; signal.pause()", deadline_s=0.5)
+
+
+def test_what_a_peer_leaves_behind_is_ended_and_not_waited_for(run_peer, tmp_path: Path) -> None:
+    program = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+open("{tmp_path}/child", "w").write(str(child.pid))
+print("CUDA out of memory", file=sys.stderr, flush=True)
+os._exit(1)
+"""
+    with pytest.raises(ConfigError, match="CUDA out of memory"):
+        run_peer(program)
+    stat = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    # Killed: gone, or waiting for whoever took it over to ask for its exit status.
+    deadline = time.monotonic() + 30
+    while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+        assert time.monotonic() < deadline, "the child still runs after 30 s"
+        time.sleep(0.01)
+
+
+def test_what_is_no_interpreter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--peer-python .*nothing: it is no Python that runs"):
         peers.need("vllm", ["vllm"], "it", tmp_path / "nothing")
+    for program in ("/bin/false", "/bin/true"):
+        with pytest.raises(ConfigError, match="it is no Python that runs"):
+            peers.need("vllm", ["vllm"], "it", Path(program))
+    # A name alone is that of a file here, not of a program elsewhere.
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="it is no Python that runs"):
-        peers.need("vllm", ["vllm"], "it", Path("/bin/false"))
+        peers.need("vllm", ["vllm"], "it", Path("python3"))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from headrace.bench import against_vllm, rollouts
-from headrace.bench.rollouts import Workload, generate, limit_seconds
+from headrace.bench import against_vllm, peers, rollouts
+from headrace.bench.rollout_workload import Workload
+from headrace.bench.rollouts import generate, limit_seconds
 from headrace.bench.shapes import build_random_model, shape_config
 from headrace.engines.make import torch_engine
 from headrace.errors import ConfigError
@@ -32,13 +36,31 @@ def test_rounds_are_more_of_the_same_workload() -> None:
 
 def test_the_limit_counts_a_pass_for_every_token_that_cannot_be_computed_beside_others() -> None:
     model = small_model()
-    weights = sum(p.numel() * 4 for p in model.parameters())
+    # Layers and head; the input's embedding, which this shape shares with the head, is looked up.
+    weights = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 64 * 50
     queue = Workload(num_prompts=1, group_size=2, prompt_tokens=6, mean_tokens=5, cap_tokens=8, rounds=10)
     lengths = queue.lengths()
     num_passes = max(lengths.max(), -(-lengths.sum() // 2))
     assert num_passes > lengths.max()
-    seen = (lengths * 6 + lengths * (lengths + 1) // 2).sum()
-    assert limit_seconds(model, queue, 1.0) == weights * num_passes + seen * 2 * 2 * 16 * 2
+    prompts = sum(6 * max(pair) for pair in lengths.reshape(10, 2))
+    seen = prompts + (lengths * (lengths + 1) // 2).sum()
+    assert limit_seconds(model, queue, 1.0) == 2 * weights * num_passes + seen * 2 * 2 * 16 * 2
+
+
+def test_a_workload_is_known_by_its_digest() -> None:
+    assert Workload().digest() == Workload().digest()
+    others = [Workload(seed=1), Workload(rounds=2), Workload(mean_tokens=100), Workload(prompt_tokens=8)]
+    assert len({Workload().digest(), *(other.digest() for other in others)}) == 5
+
+
+def test_a_peer_with_another_workload_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(against: str, module: str, told: list[str], result: Path, **_: object) -> None:
+        result.write_text(json.dumps({"seconds": 1.0, "workload": Workload(seed=7).digest()}))
+
+    monkeypatch.setattr(peers, "run", other)
+    with pytest.raises(ConfigError, match="--peer-python: the Headrace installed there makes other prompts"):
+        against_vllm.run("qwen2-0.5b", repeats=1)
+    assert against_vllm.run("qwen2-0.5b", repeats=1, seed=7)["seconds"] == 1.0
 
 
 def test_what_waits_is_generated_too() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace.bench import routes
-from headrace.bench.rollouts import Workload
+from headrace.bench.rollout_workload import Workload
 from headrace.bench.shapes import SHAPES, build_random_model, shape_config
 from headrace.errors import ConfigError
 

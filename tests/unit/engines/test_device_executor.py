@@ -48,7 +48,7 @@ def agree(a, b):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"prefill_tokens": 7}, {"max_running": 3}, {"kv_tokens": 192}],
+    [{}, {"prefill_tokens": 7}, {"max_running": 3}, {"kv_tokens": 176}],
     ids=["plain", "small chunks", "few slots", "preempted"],
 )
 def test_tokens_are_those_of_the_plain_executor(make_engine, make_device_engine, run_engine, crowd, settings):
@@ -69,7 +69,7 @@ def test_a_group_computes_its_prompt_once(make_device_engine, run_engine, make_r
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_running": 7}, {"kv_tokens": 320}, {"prefill_tokens": 20}],
+    [{}, {"max_running": 7}, {"kv_tokens": 240}, {"prefill_tokens": 20}],
     ids=["plain", "slots change hands", "preempted", "members start one by one"],
 )
 def test_members_that_read_their_prompt_together_draw_as_if_alone(
