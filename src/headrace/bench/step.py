@@ -2,7 +2,7 @@
 
 In: a model shape and the size of a step. Out: seconds a step in steady state through the real run (controller,
 engine and trainer as processes on the same GPU), what the roles spent them on, the most GPU memory that
-was in use, and the least time the step can take at the rates measured just before (``step_limit``). Completions have a
+was in use, and the least time the step can take at the rates measured afterwards (``step_limit``). Completions have a
 fixed length; the reward is free and varies inside a group.
 """
 
@@ -107,7 +107,6 @@ def run(
         model = Path(made) / "model"
         progress(f"writing a random {shape}")
         vocab_size = write_checkpoint(model, shape)
-        limit = _limit(shape, workload)
         settings = _settings(model, workload, max_lag, steps, row_tokens, offload)
         with MemoryWatch() as memory, asyncio.Runner(loop_factory=ControllerLoop) as runner:
             environment = FixedLength(workload, vocab_size)
@@ -118,7 +117,6 @@ def run(
             "max_lag": max_lag,
             "row_tokens": row_tokens,
             "offload": offload,
-            **limit,
             "headrace": {**_steady(times), "peak_bytes": memory.peak_bytes},
         }
         progress(_told("headrace", figures["headrace"]))
@@ -126,11 +124,11 @@ def run(
             figures["trl"] = _with_trl(model, workload, steps, progress, peer_python)
             if "seconds" in figures["trl"]:
                 figures["ratio"] = figures["trl"]["seconds"] / figures["headrace"]["seconds"]
-    return figures
+    return figures | _limit(shape, workload)
 
 
 def _limit(shape: str, workload: StepWorkload) -> dict[str, float]:
-    """What the GPU could do, in the same run as what it did."""
+    """What the GPU could do, measured when the sides are done: what it takes to measure stays with this process."""
     from headrace.bench.rollouts import copy_bandwidth
     from headrace.bench.shapes import shape_config
     from headrace.bench.step_limit import step_limit
@@ -138,7 +136,6 @@ def _limit(shape: str, workload: StepWorkload) -> dict[str, float]:
 
     bandwidth, rate = copy_bandwidth(), matmul_flops_per_s("cuda")
     limit = step_limit(shape_config(shape), workload, bytes_per_s=bandwidth, flops_per_s=rate)
-    _return_memory()
     return {
         "bandwidth_bytes_per_s": bandwidth,
         "matmul_flops_per_s": rate,
@@ -217,6 +214,8 @@ def table(figures: Mapping[str, Any]) -> Table:
 
 def write_checkpoint(directory: Path, shape: str) -> int:
     """A random model of the shape with a tokenizer beside it; returns its vocabulary's size."""
+    import torch
+
     from headrace.bench.shapes import create_random_model
 
     build.quieten()
@@ -225,16 +224,9 @@ def write_checkpoint(directory: Path, shape: str) -> int:
     model.save_pretrained(directory)
     vocab_size = int(model.config.vocab_size)
     del model
-    _return_memory()
-    return vocab_size
-
-
-def _return_memory() -> None:
-    """Engine and trainer are other processes, which need it."""
-    import torch
-
     gc.collect()
     torch.cuda.empty_cache()
+    return vocab_size
 
 
 def _settings(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from rich.console import Console
 
 from headrace.bench import peers, rollouts, step
 from headrace.errors import ConfigError
@@ -135,3 +136,38 @@ def test_what_is_no_interpreter_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="it is no Python that runs"):
         peers.need("vllm", ["vllm"], "it", Path("python3"))
+
+
+def test_a_step_is_held_against_its_limit_and_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.bench import rollouts, step_with_trl, train
+
+    class Watch:
+        peak_bytes = 5e10
+
+        def __enter__(self) -> Watch:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    async def trained(*_: object) -> None: ...
+
+    monkeypatch.setattr(step, "write_checkpoint", lambda *_: 1000)
+    monkeypatch.setattr(step, "MemoryWatch", Watch)
+    monkeypatch.setattr(step, "_train", trained)
+    monkeypatch.setattr(step, "_steady", lambda times: {"seconds": 9.0})
+    monkeypatch.setattr(step_with_trl, "check_installed", lambda python: None)
+    monkeypatch.setattr(
+        step_with_trl,
+        "run",
+        lambda *_, checkpointing, **__: {"seconds": 27.0 + checkpointing, "peak_bytes": 6e10},
+    )
+    monkeypatch.setattr(rollouts, "copy_bandwidth", lambda: 4.1e12)
+    monkeypatch.setattr(train, "matmul_flops_per_s", lambda device: 780e12)
+    figures = step.run("qwen2-1.5b", against="trl")
+    assert figures["ratio"] == 3.0 and len(figures["trl"]["tried"]) == 2
+    assert figures["limit_s"] == pytest.approx(4.54, abs=0.01)
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(step.table(figures))
+    text = " ".join(captured.get().split())
+    assert "1.17 s of generating, then 3.37 s of training" in text and "50%" in text and "17%" in text
