@@ -46,7 +46,7 @@ def run(
         peers.run("vllm", __name__, told, out, python=python, deadline_s=deadline_s)
         figures: dict[str, Any] = json.loads(out.read_text())
     # Where it has an environment of its own, the Headrace there may be another.
-    if figures["workload"] != Workload(seed=seed, rounds=rounds).digest():
+    if figures.get("workload") != Workload(seed=seed, rounds=rounds).digest():
         raise ConfigError(
             "--peer-python: the Headrace installed there makes other prompts or lengths; install this one there"
         )
@@ -57,7 +57,6 @@ def _measure(shape: str, repeats: int, seed: int, rounds: int) -> dict[str, Any]
     import vllm
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from headrace.bench.rollouts import process_age_s
     from headrace.bench.shapes import shape_config
 
     workload = Workload(seed=seed, rounds=rounds)
@@ -67,7 +66,7 @@ def _measure(shape: str, repeats: int, seed: int, rounds: int) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
         llm = vllm.LLM(directory, load_format="dummy", skip_tokenizer_init=True, **SETTINGS)
-        ready_s = process_age_s()
+        ready_s = peers.process_age_s()
         lengths = workload.lengths()
         sampling = [
             vllm.SamplingParams(

@@ -43,8 +43,9 @@ def bench_engine(
 
     build.quieten()
     _check_peer(against, peer_python)
-    if rounds > 1 and (shape is None or routes):
-        raise ConfigError("--rounds: goes with --shape, and not with --routes")
+    for option, is_given in (("--rounds", rounds > 1), ("--against", against is not None)):
+        if is_given and (shape is None or routes):
+            raise ConfigError(f"{option}: goes with --shape, and not with --routes")
     if shape is None:
         from headrace.bench import engine
 

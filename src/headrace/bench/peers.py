@@ -16,12 +16,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import ConfigError
 
-_PROBE_S = 120
+_PROBE_S, _KILL_S = 120, 60
 _PROBE = """
 import importlib.util, json, sys
 print(json.dumps([name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]))
@@ -52,12 +53,22 @@ def run(
         except subprocess.TimeoutExpired:
             outcome = f"had not ended after {deadline_s:g} s; free the GPU, or ask for less"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(peer.pid, signal.SIGKILL)
-            peer.wait()
+            _end(peer)
         if peer.returncode or not result.exists():
             said.seek(0)
             raise ConfigError(f"--against {against}: the run {outcome}:\n{said.read()[-3000:]}")
+
+
+def _end(peer: subprocess.Popen[bytes]) -> None:
+    """It and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(peer.pid, signal.SIGKILL)
+    try:
+        peer.wait(_KILL_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"process {peer.pid} of a peer still lives {_KILL_S} s after it was killed; look at the GPU's driver"
+        ) from error
 
 
 def environment(python: Path | None = None) -> dict[str, str]:
@@ -80,6 +91,12 @@ def lacking(packages: Sequence[str], python: Path | None) -> list[str]:
         said = (getattr(error, "stderr", None) or str(error)).strip()
         raise ConfigError(f"--peer-python {python}: it is no Python that runs: {said[-500:]}") from error
     return missing
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, imports and all (Linux)."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _interpreter(python: Path | None) -> str:

@@ -10,7 +10,6 @@ decoding rows.
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from headrace.bench import against_vllm, train
+from headrace.bench import against_vllm, peers, train
 from headrace.bench.rollout_workload import Workload
 from headrace.bench.shapes import create_random_model
 from headrace.engines.make import torch_engine
@@ -48,7 +47,7 @@ def run(
     )  # fmt: skip
     warm = Workload(num_prompts=2, group_size=4, mean_tokens=4, cap_tokens=8, seed=9)
     generate(engine, warm.requests(model.config.vocab_size, 9))
-    ready_s = process_age_s()
+    ready_s = peers.process_age_s()
     seconds = []
     for repeat in range(repeats + 1):
         requests = workload.requests(model.config.vocab_size, repeat)
@@ -146,12 +145,6 @@ def generate(engine: TorchEngine, requests: list[Request]) -> tuple[float, list[
     produced = sum(completion.num_tokens for completion in done)
     assert produced == wanted, f"{produced} tokens for {wanted}"
     return taken, done
-
-
-def process_age_s() -> float:
-    """Seconds since this process was started, imports and all (Linux)."""
-    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def limit_seconds(model: PreTrainedModel, workload: Workload, bandwidth: float) -> float:

@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 from rich.console import Console
 
-from headrace.bench import peers, rollouts, step
+from headrace.bench import commands, peers, rollouts, step
 from headrace.errors import ConfigError
 
 
@@ -30,6 +30,16 @@ def test_our_side_is_not_measured_in_vain(monkeypatch: pytest.MonkeyPatch) -> No
         ConfigError, match="--against trl: trl is not installed; install the extras bench and vllm"
     ):
         step.run(against="trl")
+
+
+def test_options_that_would_do_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--against: goes with --shape"):
+        commands.bench_engine(against="vllm")
+    with pytest.raises(ConfigError, match="--rounds: goes with --shape, and not with --routes"):
+        commands.bench_engine(shape="moe-small", routes=True, rounds=2)
+    for command in (commands.bench_engine, commands.bench_step, commands.bench_mismatch):
+        with pytest.raises(ConfigError, match="--peer-python: goes with --against"):
+            command(peer_python=Path(sys.executable))
 
 
 def test_what_was_measured_stays_when_the_peer_fails(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -61,6 +61,9 @@ def test_a_peer_with_another_workload_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="--peer-python: the Headrace installed there makes other prompts"):
         against_vllm.run("qwen2-0.5b", repeats=1)
     assert against_vllm.run("qwen2-0.5b", repeats=1, seed=7)["seconds"] == 1.0
+    monkeypatch.setattr(peers, "run", lambda *told, **_: told[3].write_text('{"seconds": 1.0}'))
+    with pytest.raises(ConfigError, match="--peer-python"):
+        against_vllm.run("qwen2-0.5b", repeats=1)
 
 
 def test_what_waits_is_generated_too() -> None:
