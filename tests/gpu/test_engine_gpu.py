@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.engines.device_executor import DeviceExecutor
 from headrace.engines.make import torch_engine
+from headrace.engines.pieces import Piece, lay_out
 from headrace.engines.sampler import SamplerRows, sample
 from headrace.engines.truncated_draws import LISTED_TOKENS
 from headrace.models.loading import load_model, make_tiny_model
@@ -104,7 +106,6 @@ def test_float32_tokens_are_those_of_the_cpu(tmp_path):
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_groups_that_read_their_prompt_once(tmp_path, monkeypatch, family, dtype):
     """However little it saves, prompts are shared here, in graphs and with members that come and go."""
-    from headrace.engines.device_executor import DeviceExecutor
     from headrace.engines.device_kernels import TritonKernels
     from headrace.engines.torch_engine import TorchEngine
 
@@ -125,6 +126,35 @@ def test_groups_that_read_their_prompt_once(tmp_path, monkeypatch, family, dtype
     assert executor.num_tokens_shared > 0
     rounded = copy.deepcopy(model).to(dtype).float()
     assert_scored_alike(build(rounded), requests, done, dtype)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_moe"])
+def test_replayed_prompts_are_those_launched_kernel_by_kernel(tmp_path, family):
+    """Buckets of several sizes, smaller after larger and the other way, and pieces that begin within a sequence."""
+    model = on_gpu(tiny(tmp_path, family), torch.bfloat16)
+    executor = DeviceExecutor(model, max_running=24, block_size=16, kv_tokens=8192, prefill_tokens=512)
+    rng = np.random.default_rng(1)
+    for counts in [(3,), (50, 70, 1), (200, 100), (9, 8, 7, 6, 5), (256, 256), (1,) * 20]:
+        pieces = []
+        for slot, count in enumerate(counts):
+            blocks = 1 + 20 * slot + rng.permutation(20)
+            pieces.append(Piece(slot, slot % 3, rng.integers(0, VOCAB, count), blocks))
+        layout = lay_out(pieces, 16)
+        wanted = layout.last_rows(range(len(counts)))
+        executor._passes.bring_tables(layout)
+        for pool in executor._passes.state.pools:
+            # What both must write themselves; what precedes a piece is nobody's, and the same for both.
+            pool[1:].fill_(0.5)
+        launched = executor._passes.prefill(layout, wanted).clone()
+        pools = [pool[1:].clone() for pool in executor._passes.state.pools]
+        for pool in executor._passes.state.pools:
+            pool[1:].fill_(0.5)
+        for _ in range(2):
+            assert executor._prompts.run(layout, wanted)
+        replayed = executor._passes.logits[: len(counts)]
+        assert (replayed - launched).norm() < 0.02 * launched.norm()
+        for pool, expected in zip(executor._passes.state.pools, pools, strict=True):
+            assert (pool[1:] - expected).norm() < 0.02 * expected.norm()
 
 
 def test_a_pool_under_pressure_loses_nothing(tmp_path):

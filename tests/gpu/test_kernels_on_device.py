@@ -173,7 +173,6 @@ def test_prefill_of_long_prompts_in_pieces(num_heads, num_kv, dim):
         starts=torch.tensor([start for start, _ in pieces], **numbers),
         counts=torch.tensor(counts, **numbers),
         offsets=torch.tensor(offsets, **numbers),
-        max_count=2048,
         value_dim=dim,
         scale=dim**-0.5,
         out_THE=out,

@@ -123,7 +123,7 @@ def prefill(model: str, pieces: int, length: int, device: torch.device) -> Case:
     def launch() -> None:
         paged_attention.prefill_attention(
             query, pool, tables, row_of_piece=order, starts=starts, counts=counts, offsets=offsets,
-            max_count=length, value_dim=dim, scale=dim**-0.5, out_THE=out,
+            value_dim=dim, scale=dim**-0.5, out_THE=out,
         )  # fmt: skip
 
     operations = 4 * pieces * num_heads * dim * length * (length + 1) / 2

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from headrace.engines.device_state import DeviceState
+from headrace.engines.graphs import Graphs
 from headrace.engines.sequences import SlotTable
 from headrace.engines.shared_prompts import SharedPromptFinder, SharedPrompts
 from headrace.kernels.shared_prefixes import SharedPrefixes
@@ -100,7 +102,7 @@ class DecodeBatch:
 
 
 class DecodeBatches:
-    """One or two batches a bucket; ``compute`` is captured for each when ``captured``."""
+    """One or two batches a bucket; ``compute`` is captured for each where there are ``graphs``."""
 
     def __init__(
         self,
@@ -109,15 +111,14 @@ class DecodeBatches:
         compute: Callable[[DecodeBatch], None],
         *,
         sharing_pays_tokens: int,
-        captured: bool,
+        graphs: Graphs | None,
         progress: Callable[[str], None],
     ) -> None:
         """``sharing_pays_tokens``: key-value rows a pass must be spared for the form that shares prompts to be
         the cheaper one."""
         self._compute = compute
         self._state = state
-        self._captured = captured
-        self._pool: Any = None
+        self._graphs = graphs
         self._sharing_pays_tokens = sharing_pays_tokens
         self._finder = SharedPromptFinder()
         self._sizes = bucket_sizes(most)
@@ -126,8 +127,7 @@ class DecodeBatches:
         self.num_tokens_shared = 0
         """Key-value rows of prompts that passes so far did not read, because another row had read them."""
         self._bucket_used = list(range(len(self._sizes)))
-        if captured:
-            # The largest first: the smaller ones then fit into its memory.
+        if graphs is not None:
             for n, batch in enumerate(reversed(self._plain), start=1):
                 progress(f"capturing decode graphs {n}/{len(self._plain)}")
                 self._capture(batch)
@@ -149,7 +149,7 @@ class DecodeBatches:
     def _sharing_batch(self, bucket: int, table: SlotTable) -> DecodeBatch:
         if bucket not in self._sharing:
             batch = DecodeBatch(self._sizes[bucket], self._state.device, sharing=True)
-            if self._captured:
+            if self._graphs is not None:
                 # Computed before it is captured, so its rows must be nobody's.
                 batch.fill(table, _NO_SLOTS, self._state, self._finder.nothing)
                 self._capture(batch)
@@ -157,13 +157,8 @@ class DecodeBatches:
         return self._sharing[bucket]
 
     def _capture(self, batch: DecodeBatch) -> None:
-        self._compute(batch)
-        torch.cuda.synchronize()
-        batch.graph = torch.cuda.CUDAGraph()
-        # An update may be read by another thread meanwhile, on a stream of its own.
-        with torch.cuda.graph(batch.graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._compute(batch)
-        self._pool = batch.graph.pool()
+        assert self._graphs is not None
+        batch.graph = self._graphs.capture(partial(self._compute, batch))
 
     def _seconds(self) -> list[float]:
         """Of a pass of each bucket, all of it padding: what depends on its size and not on its rows."""

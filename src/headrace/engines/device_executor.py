@@ -1,9 +1,9 @@
 """Passes queued on a GPU and left to run: the host works on the next while the device computes the last.
 
 In: work of the scheduler and the table of slots. Out: flights whose draws arrive later. Decoding rows are one
-replay of a CUDA graph, prompts one compiled pass beside it. Block tables and the token drawn last for each
-slot live on the device, so a pass needs nothing of the one before it from the host. All work goes to one
-stream: what is launched later sees all that was launched before, new weights included.
+replay of a CUDA graph, prompts another behind it, or a compiled pass where they are many. Block tables and the
+token drawn last for each slot live on the device, so a pass needs nothing of the one before it from the host. All
+work goes to one stream: what is launched later sees all that was launched before, new weights included.
 
 The graph draws every row from its whole distribution. Rows that are truncated (top-k, top-p, min-p) are drawn
 again behind it, also without a wait; their kept sets travel with the flight (see ``truncated_draws``).
@@ -21,9 +21,12 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.engines.decode_batches import DecodeBatches
-from headrace.engines.device_passes import DrawInputs, Piece, upload
+from headrace.engines.device_passes import DrawInputs, upload
 from headrace.engines.device_setup import DeviceLimits, prepare
+from headrace.engines.graphs import Graphs
 from headrace.engines.held_weights import HeldWeights
+from headrace.engines.pieces import Piece, lay_out
+from headrace.engines.prompt_batches import PromptBatches
 from headrace.engines.route_table import RoutedRows, RouteTable
 from headrace.engines.sampler import Drawn
 from headrace.engines.scheduler import Chunk, Work
@@ -102,12 +105,21 @@ class DeviceExecutor:
         self._device = model.device
         self._reading = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._passes = prepared.passes
+        graphs = Graphs() if compiled and prepared.capturable else None
+        # Captured first, since they are the largest.
+        self._prompts = PromptBatches(
+            prefill_tokens,
+            max_running,
+            model.device,
+            self._passes.prompts,
+            graphs=graphs,
+        )
         self._decoding = DecodeBatches(
             max_running,
             self._passes.state,
             self._passes.decode,
             sharing_pays_tokens=self._passes.sharing_pays_tokens,
-            captured=compiled and prepared.capturable,
+            graphs=graphs,
             progress=progress,
         )
 
@@ -130,7 +142,7 @@ class DeviceExecutor:
             self._hand_over_routes(flight, work.decode, table.computed[work.decode])
             self._hand_over(flight, 0, work.decode, self._passes.logits[: len(work.decode)])
         if work.chunks:
-            logits_RV = self._passes.prefill([self._piece(chunk) for chunk in work.chunks], last)
+            logits_RV = self._prefill([self._piece(chunk) for chunk in work.chunks], last)
             counts = [chunk.stop - chunk.start for chunk in work.chunks]
             self._hand_over_routes(
                 flight,
@@ -166,6 +178,15 @@ class DeviceExecutor:
         slot = chunk.sequence.slot
         tokens = self.table.token_ids[slot, chunk.start : chunk.stop]
         return Piece(slot, chunk.start, tokens, self.table.blocks[slot], chunk.sequence.adapter)
+
+    def _prefill(self, pieces: list[Piece], last: list[int]) -> torch.Tensor:
+        """float32 [R, V] of the pieces ``last`` numbers, at their last rows; the next pass may write over them."""
+        layout = lay_out(pieces, self.table.block_size)
+        wanted = layout.last_rows(last)
+        self._passes.bring_tables(layout)
+        if self._prompts.run(layout, wanted):
+            return self._passes.logits[: len(wanted)]
+        return self._passes.prefill(layout, wanted)
 
     def _draw_prompts(self, slots: np.ndarray, logits_RV: torch.Tensor) -> None:
         table = self.table

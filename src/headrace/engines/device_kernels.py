@@ -48,7 +48,8 @@ class PieceRows:
     """Where in the pass each piece begins."""
     places: torch.Tensor
     """int64 [T], where each row's key and value belong: block * S + row."""
-    max_count: int
+    covers_pass: bool = True
+    """False: some rows of the pass belong to no piece. Attention gives zeros for them."""
 
 
 class Kernels(Protocol):
@@ -118,12 +119,13 @@ class TritonKernels:
         rows: PieceRows, options: LayerOptions,
     ) -> torch.Tensor:  # fmt: skip
         value_dim = value_TKE.shape[2]
-        out_THE = query_THD.new_empty((*query_THD.shape[:2], value_dim))
+        new = query_THD.new_empty if rows.covers_pass else query_THD.new_zeros
+        out_THE = new((*query_THD.shape[:2], value_dim))
         self._attention.write_rows(pool_BSW, rows.places, key_TKD, value_TKE)
         self._attention.prefill_attention(
             query_THD, pool_BSW, rows.tables, row_of_piece=rows.slots, starts=rows.starts, counts=rows.counts,
-            offsets=rows.offsets, max_count=rows.max_count, value_dim=value_dim, scale=options.scale,
-            window=options.window, softcap=options.softcap, out_THE=out_THE,
+            offsets=rows.offsets, value_dim=value_dim, scale=options.scale, window=options.window,
+            softcap=options.softcap, out_THE=out_THE,
         )  # fmt: skip
         return out_THE
 

@@ -1,7 +1,7 @@
 """The passes a device computes: one token for each of many slots, or many tokens of a few.
 
 In: batches and pieces whose arrays are on the device. Out: logits and draws there. Nothing here waits for the
-device, and ``decode`` allocates nothing that outlives it, so that it can be captured in a graph.
+device, and ``decode`` and ``prompts`` allocate nothing that outlives them, so that they can be captured in a graph.
 
 Shape legend: T rows of a pass, R rows that are sampled, N pieces, V vocabulary.
 """
@@ -18,21 +18,11 @@ from headrace.engines.decode_batches import DecodeBatch
 from headrace.engines.device_kernels import DecodeRows, Kernels, PieceRows
 from headrace.engines.device_model import DeviceModel
 from headrace.engines.device_state import DeviceState, PoolAttending
+from headrace.engines.pieces import Piece, PieceLayout, lay_out
+from headrace.engines.prompt_batches import PromptBatch
 from headrace.engines.truncated_draws import CutRows
 from headrace.kernels.truncation import TruncatedDraws, new_draws
 from headrace.models.uploads import to_pinned
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive rows of one sequence, the first at position ``start``."""
-
-    slot: int
-    start: int
-    token_ids: np.ndarray
-    blocks: np.ndarray
-    """Its block table, up to the last row at least."""
-    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +72,47 @@ class DevicePasses:
         )
         self._draw(0, logits_RV, batch.slots, DrawInputs(batch.seed_keys, batch.draws, batch.temperatures))
 
-    def prefill(self, pieces: Sequence[Piece], ends: Sequence[int]) -> torch.Tensor:
-        """Compute the pieces; float32 logits [R, V] of the pieces ``ends`` numbers, at their last rows."""
-        counts = np.array([len(piece.token_ids) for piece in pieces])
-        last_rows = np.cumsum(counts)[list(ends)] - 1
-        return self._forward(pieces, counts, last_rows)
+    def prompts(self, batch: PromptBatch) -> None:
+        """Compute the batch's pieces, whose tables are here; the first rows of ``logits`` are those it wants."""
+        state = self.state
+        self._model.logits(
+            batch.token_ids,
+            batch.positions,
+            PoolAttending(state, self._kernels, batch.piece_rows(state.tables)),
+            batch.wanted,
+            out_RV=self.logits[: batch.num_pieces],
+            adapters_T=batch.adapters if self._model.bank is not None else None,
+        )
+
+    def prefill(self, layout: PieceLayout, wanted: np.ndarray | None = None) -> torch.Tensor:
+        """Compute pieces, however many, whose tables are here; float32 logits of the wanted rows [R, V], or of all."""
+        state, num_rows = self.state, layout.num_rows
+        kept = np.zeros(0, dtype=np.int64) if wanted is None else wanted
+        rows, pieces, kept_R = upload(
+            (layout.rows.reshape(-1), layout.pieces.reshape(-1), kept), state.device
+        )
+        ids_T, positions_T, places_T, adapters_T = rows.view(4, num_rows)
+        slots_N, starts_N, counts_N, offsets_N = pieces.view(4, -1).int()
+        attended = PieceRows(state.tables, slots_N, starts_N, counts_N, offsets_N, places_T)
+        return self._model.logits(
+            ids_T,
+            positions_T,
+            PoolAttending(state, self._kernels, attended),
+            None if wanted is None else kept_R,
+            adapters_T=adapters_T,
+        )
 
     def all_logits(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """float32 [T, V] of every row."""
-        counts = np.array([len(piece.token_ids) for piece in pieces])
-        return self._forward(pieces, counts, None)
+        layout = lay_out(pieces, self.state.block_size)
+        self.bring_tables(layout)
+        return self.prefill(layout)
+
+    def bring_tables(self, layout: PieceLayout) -> None:
+        """Tell the device where the pieces' sequences lie."""
+        width = layout.blocks.shape[1]
+        slots_N, blocks_flat = upload((layout.pieces[0], layout.blocks.reshape(-1)), self.state.device)
+        self.state.tables[:, :width].index_copy_(0, slots_N, blocks_flat.view(-1, width).int())
 
     def draw_prompts(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, inputs: DrawInputs) -> None:
         """Draw the first token of prompts into the second set."""
@@ -114,54 +135,6 @@ class DevicePasses:
             logits_RV, inputs.seed_keys, inputs.positions, inputs.temperatures, token_ids_R, logprobs_R
         )
         self.state.last_token.index_copy_(0, slots_R, token_ids_R)
-
-    def _forward(
-        self, pieces: Sequence[Piece], counts: np.ndarray, wanted: np.ndarray | None
-    ) -> torch.Tensor:
-        state, size = self.state, self.state.block_size
-        positions = np.concatenate([piece.start + np.arange(len(piece.token_ids)) for piece in pieces])
-        token_ids = np.concatenate([piece.token_ids for piece in pieces])
-        of_piece = np.repeat(np.arange(len(pieces)), counts)
-        width = int(positions.max()) // size + 1
-        blocks = np.stack([piece.blocks[:width] for piece in pieces])
-        places = blocks[of_piece, positions // size] * size + positions % size
-        slots = np.array([piece.slot for piece in pieces])
-        starts, offsets = np.array([piece.start for piece in pieces]), np.cumsum(counts) - counts
-        kept = np.zeros(0, dtype=np.int64) if wanted is None else wanted
-        adapters = np.repeat(np.array([piece.adapter for piece in pieces]), counts)
-        parts = (
-            token_ids,
-            positions,
-            places,
-            slots,
-            starts,
-            counts,
-            offsets,
-            kept,
-            blocks.reshape(-1),
-            adapters,
-        )
-        (
-            ids_T,
-            positions_T,
-            places_T,
-            slots_N,
-            starts_N,
-            counts_N,
-            offsets_N,
-            kept_R,
-            blocks_flat,
-            adapters_T,
-        ) = upload(parts, state.device)
-        state.tables[:, :width].index_copy_(0, slots_N, blocks_flat.view(-1, width).int())
-        rows = PieceRows(
-            state.tables, slots_N.int(), starts_N.int(), counts_N.int(), offsets_N.int(), places_T,
-            int(counts.max()),
-        )  # fmt: skip
-        passing = PoolAttending(state, self._kernels, rows)
-        return self._model.logits(
-            ids_T, positions_T, passing, None if wanted is None else kept_R, adapters_T=adapters_T
-        )
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:

@@ -26,8 +26,9 @@ from headrace.engines.checks import (
 from headrace.engines.decode_batches import DecodeBatch
 from headrace.engines.device_kernels import Kernels, TorchKernels, TritonKernels
 from headrace.engines.device_model import DeviceModel, LayerShape
-from headrace.engines.device_passes import DevicePasses, Piece
+from headrace.engines.device_passes import DevicePasses
 from headrace.engines.device_state import DeviceState, block_bytes
+from headrace.engines.pieces import Piece, lay_out
 from headrace.engines.sequences import SlotTable, new_sequence
 from headrace.engines.shared_prompts import SharedPromptFinder
 from headrace.errors import ConfigError
@@ -187,7 +188,8 @@ def _blocks_that_fit(passes: DevicePasses, layers: Sequence[LayerShape], limits:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(state.device)
     before = torch.cuda.memory_allocated(state.device)
-    passes.prefill(pieces, range(len(pieces)))
+    layout = lay_out(pieces, state.block_size)
+    passes.prefill(layout, layout.last_rows(range(len(pieces))))
     passes.decode(DecodeBatch(max(2, limits.max_running), state.device, sharing=True))
     torch.cuda.synchronize(state.device)
     needed = torch.cuda.max_memory_allocated(state.device) - before

@@ -1,16 +1,16 @@
 """When waiting sequences begin beside decoding ones: several at a time.
 
 In: for every pass, how many sequences decode. Out: how many must be ready before any begins. Where prompts are a pass
-of their own, that pass reads all weights and is launched kernel by kernel, however few tokens it has; so those that
-could begin are gathered until there is one for every eight that decode. Once 32 passes have gone by since the last
-began, the next need not wait for others; so those that come one by one, far apart, begin at once.
+of their own, that pass reads all weights, however few tokens it has; so those that could begin are gathered until
+there is one for every sixteen that decode. Once 32 passes have gone by since the last began, the next need not wait for
+others; so those that come one by one, far apart, begin at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_DECODING_FOR_ONE = 8
+_DECODING_FOR_ONE = 16
 _MOST_PASSES = 32
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.pool import padded_dim
-from headrace.kernels.prefill import prefill_kernel
+from headrace.kernels.prefill import PIECES_AT_ONCE, prefill_kernel
 
 
 def write_rows(
@@ -83,24 +83,25 @@ def prefill_attention(
     starts: torch.Tensor,
     counts: torch.Tensor,
     offsets: torch.Tensor,
-    max_count: int,
     value_dim: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     out_THE: torch.Tensor,
 ) -> None:
-    """Pieces of prompts: piece i is ``counts[i]`` (at most ``max_count``; 0 is allowed) query rows from row
-    ``offsets[i]`` of the pass, at positions ``starts[i]`` and on, over the table ``row_of_piece[i]`` (int32
-    all). Rows of the pass that belong to no piece are left as they are."""
-    num_heads, key_dim = query_THD.shape[1:]
+    """Pieces of prompts: piece i is ``counts[i]`` (0 is allowed) query rows from row ``offsets[i]`` of the pass, at
+    positions ``starts[i]`` and on, over the table ``row_of_piece[i]`` (int32 all). Rows of the pass that belong to no
+    piece are left as they are."""
+    num_rows, num_heads, key_dim = query_THD.shape
     num_kv_heads = pool_BSW.shape[2] // (key_dim + value_dim)
     group = num_heads // num_kv_heads
     num_pieces = counts.shape[0]
     rows, tile, num_warps, num_stages = prefill_shape(key_dim, pool_BSW.dtype)
     if num_pieces == 0:
         return
-    prefill_kernel[(triton.cdiv(max_count * group, rows), num_kv_heads, num_pieces)](
+    # A piece has one tile at most that is not full.
+    most_tiles = triton.cdiv(num_rows * group, rows) + num_pieces
+    prefill_kernel[(most_tiles, num_kv_heads)](
         query_THD,
         pool_BSW,
         tables,
@@ -109,6 +110,7 @@ def prefill_attention(
         counts,
         offsets,
         out_THE,
+        num_pieces,
         scale,
         query_THD.stride(0),
         query_THD.stride(1),
@@ -127,6 +129,7 @@ def prefill_attention(
         EXACT=pool_BSW.dtype == torch.float32,
         M=rows,
         N=tile,
+        P=PIECES_AT_ONCE,
         num_warps=num_warps,
         num_stages=num_stages,
     )

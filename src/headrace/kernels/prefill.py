@@ -1,10 +1,13 @@
 """The prefill kernel: runs of query rows, causal over key-value rows that are all in the pool already.
 
-Program (tile m, head k, piece i) takes M rows of (query, head of k) pairs, heads fastest, so that the G
-query heads of a key-value head share its loads and no row is padding when G is not a power of two.
-Key-value tiles that every query of the tile sees whole are computed without a mask.
+A tile is M rows of (query, head of k) pairs of one piece, heads fastest, so that the G query heads of a
+key-value head share its loads and no row is padding when G is not a power of two. Tiles are numbered through all
+pieces; program (p, head k) takes the p-th and finds out from the pieces' counts which that is, so that the grid need
+only be large enough, whatever pieces there are. Key-value tiles that every query of the tile sees whole are computed
+without a mask.
 
-Shape legend: M query rows of a tile, N key-value rows of a tile, D key head dim, E value head dim.
+Shape legend: P pieces looked at together, M query rows of a tile, N key-value rows of a tile, D key head dim, E value
+head dim.
 """
 
 # mypy: allow-incomplete-defs
@@ -16,8 +19,10 @@ import triton.language as tl
 
 from headrace.kernels.pool import accumulate, load_heads, row_offsets, score
 
+PIECES_AT_ONCE = 128
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["num_pieces"])
 def prefill_kernel(
     query,
     pool,
@@ -27,6 +32,7 @@ def prefill_kernel(
     counts,
     offsets,
     out,
+    num_pieces,
     scale,
     query_stride_t,
     query_stride_h,
@@ -45,14 +51,16 @@ def prefill_kernel(
     EXACT: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
+    P: tl.constexpr,
 ):
-    head, piece = tl.program_id(1), tl.program_id(2)
-    # Late tiles see the most key-value rows and start first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    num_pairs = tl.load(counts + piece) * G
-    if tile * M >= num_pairs:
+    head = tl.program_id(1)
+    piece, earlier = find_tile(counts, num_pieces, tl.program_id(0), G, M, P)
+    if piece >= num_pieces:
         return
 
+    num_pairs = tl.load(counts + piece) * G
+    # Late tiles see the most key-value rows and start first.
+    tile = tl.cdiv(num_pairs, M) - 1 - earlier
     pairs_M = tile * M + tl.arange(0, M)
     real_M = pairs_M < num_pairs
     start = tl.load(starts + piece)
@@ -92,6 +100,23 @@ def prefill_kernel(
     dims_E = tl.arange(0, E_PAD)
     out_at = out + (rows_M * out_stride_t + heads_M * out_stride_h)[:, None] + dims_E[None, :]
     tl.store(out_at, sum_ME / total_M[:, None], mask=real_M[:, None] & (dims_E < E)[None, :])
+
+
+@triton.jit
+def find_tile(counts, num_pieces, number, G: tl.constexpr, M: tl.constexpr, P: tl.constexpr):
+    """The piece that the tile of this number belongs to, and how many tiles of it have lower numbers; a piece
+    beyond the last where there are no so many."""
+    piece = tl.zeros([], tl.int32)
+    num_before = tl.zeros([], tl.int32)
+    total = tl.zeros([], tl.int32)
+    for first in range(0, num_pieces, P):
+        i_P = first + tl.arange(0, P)
+        tiles_P = tl.cdiv(tl.load(counts + i_P, mask=i_P < num_pieces, other=0) * G, M)
+        passed_P = total + tl.cumsum(tiles_P, 0) <= number
+        piece += tl.sum(passed_P.to(tl.int32), 0)
+        num_before += tl.sum(tl.where(passed_P, tiles_P, 0), 0)
+        total += tl.sum(tiles_P, 0)
+    return piece, number - num_before
 
 
 @triton.jit
