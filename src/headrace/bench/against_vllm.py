@@ -12,12 +12,16 @@ import json
 import statistics
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from headrace.bench import peers
 from headrace.bench.rollout_workload import Workload
 from headrace.errors import ConfigError
+from headrace.types import Request
 
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -35,31 +39,28 @@ def check_installed(python: Path | None = None) -> None:
     peers.need("vllm", ["vllm"], "the extra vllm", python)
 
 
-def run(
-    shape: str, *, repeats: int, seed: int = 0, rounds: int = 1, python: Path | None = None
-) -> dict[str, Any]:
+def run(shape: str, workload: Workload, *, repeats: int, python: Path | None = None) -> dict[str, Any]:
     """Figures of vLLM on the rollout workload; raises ConfigError where there are none."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "figures.json"
-        told = [shape, str(out), str(repeats), str(seed), str(rounds)]
-        deadline_s = _START_S + (repeats + 1) * rounds * _ROUND_S
+        told = [shape, str(out), str(repeats), json.dumps(asdict(workload))]
+        deadline_s = _START_S + (repeats + 1) * workload.rounds * _ROUND_S
         peers.run("vllm", __name__, told, out, python=python, deadline_s=deadline_s)
         figures: dict[str, Any] = json.loads(out.read_text())
     # Where it has an environment of its own, the Headrace there may be another.
-    if figures.get("workload") != Workload(seed=seed, rounds=rounds).digest():
+    if figures.get("workload") != workload.digest():
         raise ConfigError(
             "--peer-python: the Headrace installed there makes other prompts or lengths; install this one there"
         )
     return figures
 
 
-def _measure(shape: str, repeats: int, seed: int, rounds: int) -> dict[str, Any]:
+def _measure(shape: str, workload: Workload, repeats: int) -> dict[str, Any]:
     import vllm
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from headrace.bench.shapes import shape_config
 
-    workload = Workload(seed=seed, rounds=rounds)
     config = shape_config(shape)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.dtype = "bfloat16"
@@ -67,25 +68,10 @@ def _measure(shape: str, repeats: int, seed: int, rounds: int) -> dict[str, Any]
         config.save_pretrained(directory)
         llm = vllm.LLM(directory, load_format="dummy", skip_tokenizer_init=True, **SETTINGS)
         ready_s = peers.process_age_s()
-        lengths = workload.lengths()
-        sampling = [
-            vllm.SamplingParams(
-                max_tokens=int(n), temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
-            )
-            for n in lengths
-        ]
         seconds = []
         for repeat in range(repeats + 1):
             llm.reset_prefix_cache()
-            prompts = workload.prompts(config.vocab_size, repeat)
-            inputs = [
-                {"prompt_token_ids": prompts[i // workload.group_size].tolist()} for i in range(len(lengths))
-            ]
-            start = time.perf_counter()
-            outputs = llm.generate(inputs, sampling, use_tqdm=False)
-            taken = time.perf_counter() - start
-            produced = sum(len(output.outputs[0].token_ids) for output in outputs)
-            assert produced == lengths.sum(), f"{produced} tokens for {lengths.sum()}"
+            taken = _generate(llm.llm_engine, workload, config.vocab_size, repeat)
             if repeat:
                 seconds.append(taken)
     return {
@@ -98,15 +84,47 @@ def _measure(shape: str, repeats: int, seed: int, rounds: int) -> dict[str, Any]
     }
 
 
+def _generate(engine: Any, workload: Workload, vocab_size: int, repeat: int) -> float:
+    """Seconds, by the loop that vLLM's own ``generate`` is."""
+    import vllm
+
+    running = {request.id: request for request in workload.requests(vocab_size, repeat)}
+    produced = 0
+
+    def submit(request: Request) -> None:
+        params = vllm.SamplingParams(
+            max_tokens=request.sampling.max_tokens, temperature=1.0, ignore_eos=True, logprobs=0,
+            detokenize=False, output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        engine.add_request(request.id, {"prompt_token_ids": request.prompt_ids.tolist()}, params)
+
+    start = time.perf_counter()
+    for request in running.values():
+        submit(request)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                sampled = output.outputs[0].token_ids
+                produced += len(sampled)
+                following = workload.next_request(
+                    running.pop(output.request_id), np.asarray(sampled), vocab_size
+                )
+                if following is not None:
+                    running[following.id] = following
+                    submit(following)
+    taken = time.perf_counter() - start
+    assert produced == workload.num_tokens, f"{produced} tokens for {workload.num_tokens}"
+    return taken
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("shape")
     parser.add_argument("out", type=Path)
     parser.add_argument("repeats", type=int)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("rounds", type=int)
+    parser.add_argument("workload", type=json.loads)
     told = parser.parse_args()
-    told.out.write_text(json.dumps(_measure(told.shape, told.repeats, told.seed, told.rounds)))
+    told.out.write_text(json.dumps(_measure(told.shape, Workload(**told.workload), told.repeats)))
 
 
 if __name__ == "__main__":

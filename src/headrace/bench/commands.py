@@ -33,6 +33,10 @@ def bench_engine(
     rounds: Annotated[
         int, typer.Option(min=1, help="with --shape: so many times the samples that run at once")
     ] = 1,
+    turns: Annotated[
+        int,
+        typer.Option(min=1, help="with --shape: turns of a sample, with 64 tokens of a reply between them"),
+    ] = 1,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     seed: int = 0,
     json_file: JsonFile = None,
@@ -40,11 +44,13 @@ def bench_engine(
 ) -> None:
     """Generation: on a CPU against ``model.generate``; with ``--shape`` rollouts on a GPU."""
     from headrace import build
+    from headrace.bench.rollout_workload import Workload
 
     build.quieten()
     _check_peer(against, peer_python)
-    for option, is_given in (("--rounds", rounds > 1), ("--against", against is not None)):
-        if is_given and (shape is None or routes):
+    given = {"--rounds": rounds > 1, "--turns": turns > 1, "--against": against is not None}
+    for option in (name for name, is_given in given.items() if is_given):
+        if shape is None or routes:
             raise ConfigError(f"{option}: goes with --shape, and not with --routes")
     if shape is None:
         from headrace.bench import engine
@@ -53,7 +59,6 @@ def bench_engine(
         Console().print(engine.table(figures))
     elif routes:
         from headrace.bench import routes as recording
-        from headrace.bench.rollout_workload import Workload
 
         _require_gpu("bench engine --routes")
         figures = recording.run(shape, workload=Workload(seed=seed), repeats=repeats, progress=_tell)
@@ -66,9 +71,8 @@ def bench_engine(
             shape,
             against=against,
             peer_python=peer_python,
+            workload=Workload(seed=seed, rounds=rounds, turns=turns),
             repeats=repeats,
-            seed=seed,
-            rounds=rounds,
             progress=_tell,
         )
         Console().print(rollouts.table(figures))

@@ -35,7 +35,7 @@ def run(
     """All figures as plain numbers."""
     workload = workload or Workload()
     num_requests = workload.at_once
-    num_tokens = int(workload.lengths().sum())
+    num_tokens = workload.num_tokens
     engines: dict[str, TorchEngine] = {}
     for side in ("live", "keep"):
         model = create_random_model(shape, device=device)
@@ -66,8 +66,7 @@ def _compare(
     for repeat in range(repeats + 1):
         # The first turn of each warms it up; after that each side goes first as often as the other.
         for side in list(engines) if repeat % 2 else list(engines)[::-1]:
-            requests = workload.requests(vocab_size, repeat)
-            taken, done = generate(engines[side], requests)
+            taken, done = generate(engines[side], workload, vocab_size, repeat)
             if repeat:
                 seconds[side].append(taken)
             records = [completion.routing for completion in done if completion.routing is not None]

@@ -28,10 +28,27 @@ def small_model() -> PreTrainedModel:
 
 def test_rounds_are_more_of_the_same_workload() -> None:
     several = Workload(num_prompts=64, rounds=4)
-    assert len(several.lengths()) == 4 * several.at_once == 4 * 512
+    assert several.lengths_UN.shape == (1, 4 * several.at_once) == (1, 4 * 512)
     assert len(np.unique(several.prompts(1000), axis=0)) == 4 * 64
-    assert several.lengths().mean() == pytest.approx(483, rel=0.01)
-    assert Workload().lengths().sum() == pytest.approx(247_290, abs=1)
+    assert several.lengths_UN.mean() == pytest.approx(483, rel=0.01)
+    assert Workload().num_tokens == pytest.approx(247_290, abs=1)
+
+
+def test_turns_divide_a_sample_and_follow_one_another() -> None:
+    several = Workload(num_prompts=2, group_size=3, turns=4, reply_tokens=5)
+    assert several.lengths_UN.shape == (4, 6) and several.lengths_UN.max() <= 2048 // 4
+    assert Workload(turns=4).lengths_UN.sum(axis=0).mean() == pytest.approx(483, rel=0.01)
+    request, told = several.requests(1000, 0)[4], several.lengths_UN[:, 4].tolist()
+    asked, seeds = [request.sampling.max_tokens], {request.seed}
+    sampled = np.array([7, 8])
+    while (following := several.next_request(request, sampled, 1000)) is not None:
+        known = [*request.prompt_ids, *sampled]
+        assert following.prompt_ids[: len(known)].tolist() == known
+        assert len(following.prompt_ids) == len(known) + 5
+        request = following
+        asked.append(request.sampling.max_tokens)
+        seeds.add(request.seed)
+    assert asked == told and len(seeds) == 4
 
 
 def test_the_limit_counts_a_pass_for_every_token_that_cannot_be_computed_beside_others() -> None:
@@ -39,7 +56,7 @@ def test_the_limit_counts_a_pass_for_every_token_that_cannot_be_computed_beside_
     # Layers and head; the input's embedding, which this shape shares with the head, is looked up.
     weights = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 64 * 50
     queue = Workload(num_prompts=1, group_size=2, prompt_tokens=6, mean_tokens=5, cap_tokens=8, rounds=10)
-    lengths = queue.lengths()
+    (lengths,) = queue.lengths_UN
     num_passes = max(lengths.max(), -(-lengths.sum() // 2))
     assert num_passes > lengths.max()
     prompts = sum(6 * max(pair) for pair in lengths.reshape(10, 2))
@@ -47,10 +64,24 @@ def test_the_limit_counts_a_pass_for_every_token_that_cannot_be_computed_beside_
     assert limit_seconds(model, queue, 1.0) == 2 * weights * num_passes + seen * 2 * 2 * 16 * 2
 
 
+def test_the_limit_of_several_turns_reads_what_they_had_before() -> None:
+    model = small_model()
+    weights = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 64 * 50
+    talk = Workload(
+        num_prompts=1, group_size=1, prompt_tokens=6, mean_tokens=9, cap_tokens=40, turns=3, reply_tokens=4
+    )
+    (first, second, third) = talk.lengths_UN[:, 0].tolist()
+    contexts = [*range(first), *range(first + 4, first + 4 + second)]
+    contexts += range(first + second + 8, first + second + 8 + third)
+    seen = sum(6 + context + 1 for context in contexts)
+    assert limit_seconds(model, talk, 1.0) == 2 * weights * len(contexts) + seen * 2 * 2 * 16 * 2
+
+
 def test_a_workload_is_known_by_its_digest() -> None:
     assert Workload().digest() == Workload().digest()
-    others = [Workload(seed=1), Workload(rounds=2), Workload(mean_tokens=100), Workload(prompt_tokens=8)]
-    assert len({Workload().digest(), *(other.digest() for other in others)}) == 5
+    others = [Workload(seed=1), Workload(rounds=2), Workload(mean_tokens=100), Workload(turns=2)]
+    others += [Workload(prompt_tokens=8), Workload(turns=2, reply_tokens=9)]
+    assert len({Workload().digest(), *(other.digest() for other in others)}) == 7
 
 
 def test_a_peer_with_another_workload_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,19 +90,29 @@ def test_a_peer_with_another_workload_is_refused(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(peers, "run", other)
     with pytest.raises(ConfigError, match="--peer-python: the Headrace installed there makes other prompts"):
-        against_vllm.run("qwen2-0.5b", repeats=1)
-    assert against_vllm.run("qwen2-0.5b", repeats=1, seed=7)["seconds"] == 1.0
+        against_vllm.run("qwen2-0.5b", Workload(), repeats=1)
+    assert against_vllm.run("qwen2-0.5b", Workload(seed=7), repeats=1)["seconds"] == 1.0
     monkeypatch.setattr(peers, "run", lambda *told, **_: told[3].write_text('{"seconds": 1.0}'))
     with pytest.raises(ConfigError, match="--peer-python"):
-        against_vllm.run("qwen2-0.5b", repeats=1)
+        against_vllm.run("qwen2-0.5b", Workload(), repeats=1)
 
 
 def test_what_waits_is_generated_too() -> None:
     model = small_model()
     queue = Workload(num_prompts=2, group_size=3, prompt_tokens=6, mean_tokens=5, cap_tokens=12, rounds=3)
     engine = torch_engine(model, ledger=TimeLedger(ENGINE_ACTIVITIES), max_running=queue.at_once)
-    _, done = generate(engine, queue.requests(50, 0))
+    _, done = generate(engine, queue, 50, 0)
     assert len(done) == 18
+
+
+def test_turns_find_what_the_ones_before_computed() -> None:
+    model = small_model()
+    talk = Workload(num_prompts=2, group_size=3, prompt_tokens=40, mean_tokens=60, turns=3, reply_tokens=20)
+    engine = torch_engine(model, ledger=TimeLedger(ENGINE_ACTIVITIES), max_running=talk.at_once)
+    _, done = generate(engine, talk, 50, 0)
+    assert len(done) == 18
+    # Of every later turn at most its reply, its last token and what its blocks of 16 hold besides.
+    assert engine.counters()["prefill_tokens"] <= 2 * 40 + 4 * 16 + 12 * (20 + 1 + 15)
 
 
 def test_no_repeat_finds_the_prompts_of_another() -> None:
@@ -80,7 +121,7 @@ def test_no_repeat_finds_the_prompts_of_another() -> None:
     engine = torch_engine(model, ledger=TimeLedger(ENGINE_ACTIVITIES), max_running=queue.at_once)
     computed = [0.0]
     for repeat in range(3):
-        generate(engine, queue.requests(50, repeat))
+        generate(engine, queue, 50, repeat)
         computed.append(engine.counters()["prefill_tokens"])
     assert len(set(np.diff(computed))) == 1 and computed[1] >= 4 * 40
 
@@ -89,7 +130,8 @@ def test_a_peer_that_fails_costs_nothing_of_our_own_figures(monkeypatch: pytest.
     def fail(*_: object, **__: object) -> None:
         raise ConfigError("--against vllm: the run failed:\nout of memory")
 
-    ours = {"shape": "qwen2-0.5b", "rounds": 1, "tokens": 100, "seconds": 2.0, "limit_s": 1.0, "ready_s": 9.0}
+    ours = {"shape": "qwen2-0.5b", "rounds": 1, "turns": 2, "tokens": 100}
+    ours |= {"seconds": 2.0, "limit_s": 1.0, "ready_s": 9.0}
     monkeypatch.setattr(rollouts, "run", lambda *_, **__: ours)
     monkeypatch.setattr(against_vllm, "check_installed", lambda python: None)
     monkeypatch.setattr(against_vllm, "run", fail)
