@@ -102,14 +102,19 @@ class BlockPool:
             self._block_of[digest] = block
             self._digest_of[block] = digest
 
-    def share(self, digest: bytes) -> int | None:
-        """Hold the block with this content once more; None when there is none."""
-        block = self._block_of.get(digest)
-        if block is not None:
-            self._idle.pop(block, None)
-            self._kept.discard(block)
+    def share(self, digests: Sequence[bytes]) -> list[int]:
+        """Hold the blocks with these contents once more; ends at the first that is not there."""
+        blocks = []
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            if not self._counts[block]:
+                self._idle.pop(block, None)
+                self._kept.discard(block)
             self._counts[block] += 1
-        return block
+            blocks.append(block)
+        return blocks
 
     def num_held(self, digests: Sequence[bytes]) -> int:
         """Blocks with these contents, from the first on, that somebody holds: to share them takes no free one."""

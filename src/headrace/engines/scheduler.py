@@ -252,12 +252,12 @@ class Scheduler:
         if at != len(sequence.blocks) * size or sequence.kv_version != version:
             return
         digests = block_digests(table.token_ids[slot, :length], size, sequence.digests, sequence.adapter)
-        while at + size < length and (block := self.pool.share(digests[at // size])) is not None:
-            self._give(sequence, block)
-            table.row_versions[slot, at : at + size] = version
-            at += size
-            self.counters.cache_hit_tokens += size
+        found = self.pool.share(digests[at // size : (length - 1) // size])
+        self._give(sequence, found)
+        start, at = at, at + len(found) * size
+        table.row_versions[slot, start:at] = version
         table.computed[slot] = at
+        self.counters.cache_hit_tokens += at - start
         if sequence.fork_unseen:
             self._note_fork(sequence, at, version)
 
@@ -281,7 +281,7 @@ class Scheduler:
         while len(sequence.blocks) * size < num_rows:
             block = self.pool.allocate(version, sequence.adapter)
             if block is not None:
-                self._give(sequence, block)
+                self._give(sequence, [block])
             elif (youngest := self.running[-1]) is not sequence:
                 self.preempt(youngest)
             else:
@@ -292,9 +292,10 @@ class Scheduler:
             return 0
         return min(held, num_rows)
 
-    def _give(self, sequence: Sequence, block: int) -> None:
-        self.table.blocks[sequence.slot, len(sequence.blocks)] = block
-        sequence.blocks.append(block)
+    def _give(self, sequence: Sequence, blocks: list[int]) -> None:
+        before = len(sequence.blocks)
+        sequence.blocks += blocks
+        self.table.blocks[sequence.slot, before : len(sequence.blocks)] = blocks
 
     def _publish(self, sequence: Sequence, start: int, stop: int, version: int) -> None:
         """Let others find the blocks that rows [start, stop) fill.

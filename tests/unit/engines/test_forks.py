@@ -192,8 +192,7 @@ def test_with_pins_every_block_is_in_exactly_one_place(actions):
         elif action == 2 and used:
             pool.publish(used[pick % len(used)], bytes([pick]), version)
         elif action == 3:
-            block = pool.share(bytes([pick]))
-            used += [] if block is None else [block]
+            used += pool.share([bytes([pick])])
         elif action == 4:
             holds.forget(0)
             pool.forget()

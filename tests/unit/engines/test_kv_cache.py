@@ -25,11 +25,21 @@ def test_only_blocks_of_the_current_version_are_found():
     pool = BlockPool(4)
     block = pool.allocate(version=1)
     pool.publish(block, b"old", version=2)
-    assert pool.share(b"old") is None
+    assert not pool.share([b"old"])
     pool.publish(block, b"now", version=1)
-    assert pool.share(b"now") == block
+    assert pool.share([b"now"]) == [block]
     pool.forget()
-    assert pool.share(b"now") is None
+    assert not pool.share([b"now"])
+
+
+def test_sharing_ends_at_the_first_block_that_is_not_there():
+    pool = BlockPool(5)
+    blocks = [pool.allocate(0) for _ in range(3)]
+    for block, digest in zip(blocks, (b"a", b"b", b"d"), strict=True):
+        pool.publish(block, digest, 0)
+    pool.release(blocks)
+    assert pool.share([b"a", b"b", b"c", b"d"]) == blocks[:2]
+    assert pool.num_free == 2 and pool.share([]) == []
 
 
 def test_released_blocks_stay_findable_until_needed():
@@ -38,10 +48,10 @@ def test_released_blocks_stay_findable_until_needed():
     pool.publish(a, b"a", 0)
     pool.release([a, b])
     assert pool.num_free == 2
-    assert pool.share(b"a") == a
+    assert pool.share([b"a"]) == [a]
     assert pool.allocate(0) == b and pool.allocate(0) is None
     pool.release([a])
-    assert pool.allocate(0) == a and pool.share(b"a") is None
+    assert pool.allocate(0) == a and not pool.share([b"a"])
 
 
 def test_forgetting_one_adapter_leaves_the_blocks_of_another():
@@ -51,11 +61,11 @@ def test_forgetting_one_adapter_leaves_the_blocks_of_another():
         pool.publish(block, name, 0)
     pool.release([blocks[b"a"], blocks[b"b"]])
     pool.forget(0)
-    assert pool.share(b"a") is None and pool.share(b"c") is None
-    assert pool.share(b"b") == blocks[b"b"]
+    assert not pool.share([b"a"]) and not pool.share([b"c"])
+    assert pool.share([b"b"]) == [blocks[b"b"]]
     pool.release([blocks[b"b"]])
     pool.forget(1)
-    assert pool.share(b"b") is None and pool.num_free == 3
+    assert not pool.share([b"b"]) and pool.num_free == 3
     pool.release([blocks[b"c"]])
     assert sorted(pool.allocate(0) for _ in range(4)) == [1, 2, 3, 4]
 
@@ -65,7 +75,7 @@ def test_blocks_that_leave_and_are_found_again_meanwhile_stay_held():
     a, b = pool.allocate(0), pool.allocate(0)
     pool.publish(a, b"a", 0)
     pool.release([a, b])
-    assert pool.share(b"a") == a
+    assert pool.share([b"a"]) == [a]
     pool.tidy()
     assert pool.num_free == 1 and pool.allocate(0) == b and pool.allocate(0) is None
 
@@ -92,8 +102,7 @@ def test_every_block_is_in_exactly_one_place(actions):
         elif action == 2 and held:
             pool.publish(held[pick % len(held)], bytes([pick]), version)
         elif action == 3:
-            block = pool.share(bytes([pick]))
-            held += [] if block is None else [block]
+            held += pool.share([bytes([pick])])
         elif action == 4:
             pool.forget()
             version += 1
