@@ -10,7 +10,8 @@ import torch
 from transformers import Qwen2Config
 
 from headrace.bench.shapes import build_random_model
-from headrace.bench.train import Workload, random_samples
+from headrace.bench.step_workload import StepWorkload
+from headrace.bench.train import random_samples
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.torch_trainer import TorchTrainer
 from headrace.types import Sample, StepResult, TrainBatch
@@ -39,7 +40,7 @@ def answered(sample: Sample) -> Sample:
 def step(device: str, dtype: str, **settings: object) -> StepResult:
     torch.manual_seed(0)
     model = build_random_model(CONFIG, device="cpu", dtype=torch.float32).to(device)
-    workload = Workload(num_groups=4, group_size=4, prompt_tokens=40, completion_tokens=60)
+    workload = StepWorkload(num_groups=4, group_size=4, prompt_tokens=40, completion_tokens=60)
     samples = tuple(map(answered, random_samples(workload, vocab_size=CONFIG.vocab_size)))
     trainer = TorchTrainer(
         model, sender=None, ledger=TimeLedger(TRAINER_ACTIVITIES), compute_dtype=dtype, row_tokens=1024, **settings

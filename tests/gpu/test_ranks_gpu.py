@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from headrace.bench.shapes import build_random_model
-from headrace.bench.train import Workload, random_samples
+from headrace.bench.step_workload import StepWorkload
+from headrace.bench.train import random_samples
 from headrace.models.lora import LoraSpec
 from headrace.models.routers import use_float_routers
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
@@ -74,7 +75,7 @@ def trainer(family: str, device: str, **settings: Any) -> TorchTrainer:
 
 
 def batch(step: int) -> TrainBatch:
-    workload = Workload(num_groups=4, group_size=4, prompt_tokens=40, completion_tokens=60)
+    workload = StepWorkload(num_groups=4, group_size=4, prompt_tokens=40, completion_tokens=60)
     return TrainBatch(step=step, version=step - 1, samples=tuple(random_samples(workload, vocab_size=500)))
 
 

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import Gemma2Config, PreTrainedModel, Qwen2Config
 
 from headrace.bench.shapes import build_random_model
-from headrace.bench.train import Workload, random_samples
+from headrace.bench.step_workload import StepWorkload
+from headrace.bench.train import random_samples
 from headrace.data.packing import pack
 from headrace.memory.architecture import examine
 from headrace.models import flash
@@ -170,7 +171,7 @@ def test_values_and_gradients_follow_the_float32_reference(
 ) -> None:
     model = small_model(family)
     samples = random_samples(
-        Workload(num_groups=3, group_size=4, prompt_tokens=40, completion_tokens=25), vocab_size=500
+        StepWorkload(num_groups=3, group_size=4, prompt_tokens=40, completion_tokens=25), vocab_size=500
     )
     (row,) = pack(samples, row_tokens=10_000, share_prefixes=share)
     tensors = row_tensors(row, device="cuda")
@@ -208,7 +209,7 @@ class NoSender:
 @pytest.mark.parametrize("offload", ["none", "moments"])
 def test_a_checkpoint_restores_weights_moments_and_policy(tmp_path: Path, offload: Offload) -> None:
     samples = random_samples(
-        Workload(num_groups=2, group_size=4, prompt_tokens=20, completion_tokens=10), vocab_size=500
+        StepWorkload(num_groups=2, group_size=4, prompt_tokens=20, completion_tokens=10), vocab_size=500
     )
 
     def build() -> TorchTrainer:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -77,6 +78,7 @@ def bench_engine(
         )
         Console().print(rollouts.table(figures))
     write_json(json_file, figures)
+    _fail_with(against, figures)
 
 
 @bench.command("train")
@@ -156,6 +158,7 @@ def bench_step(
     )
     Console().print(step.table(figures))
     write_json(json_file, figures)
+    _fail_with(against, figures)
 
 
 @bench.command("sync")
@@ -331,6 +334,12 @@ def bench_lag(
 def _check_peer(against: str | None, peer_python: Path | None) -> None:
     if peer_python is not None and against is None:
         raise ConfigError("--peer-python: goes with --against")
+
+
+def _fail_with(against: str | None, figures: Mapping[str, Any]) -> None:
+    """A peer that was asked for and has no time makes the command fail, once our own figures are safe."""
+    if against is not None and "seconds" not in figures[against]:
+        raise typer.Exit(1)
 
 
 def _tell(line: str) -> None:

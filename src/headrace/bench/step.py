@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rich.table import Table
 from headrace import build
 from headrace.bench.gpu_memory import MemoryWatch
 from headrace.bench.overlap import GENERATION, TRAINING, ParityScorer, StepTimes, spent
+from headrace.bench.step_workload import StepWorkload
 from headrace.config import Settings, from_dict
 from headrace.data.char_tokenizer import make_char_tokenizer
 from headrace.data.tasks import from_list
@@ -36,14 +37,6 @@ from headrace.types import Sampling, Task, Trajectory
 
 _SETTLING_STEPS = 2
 """Left out of every figure: compiling, and the pipeline filling."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWorkload:
-    num_groups: int = 64
-    group_size: int = 8
-    prompt_tokens: int = 256
-    completion_tokens: int = 512
 
 
 class FixedLength:

@@ -10,7 +10,6 @@ sum bounds a step at lag 0.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from transformers import PretrainedConfig
 
 from headrace.bench import train
 from headrace.bench.shapes import build_random_model
-from headrace.bench.step import StepWorkload
+from headrace.bench.step_workload import StepWorkload
 from headrace.data.packing import pack
 from headrace.trainers.blocks import decoder_layers
 
@@ -52,7 +51,7 @@ def step_limit(
     flops = num_rows * (2.0 * (body.used + head) + (prompt + sampled) * pair_flops)
     prompt_flops = num_prompts * (2.0 * (body.used * prompt + head) + prompt * (prompt + 1) / 2 * pair_flops)
     passes_s = np.maximum(read / bytes_per_s, flops / flops_per_s).sum()
-    samples = train.random_samples(train.Workload(**asdict(workload)), vocab_size=config.vocab_size)
+    samples = train.random_samples(workload, vocab_size=config.vocab_size)
     rows = pack(samples, row_tokens=1 << 20, share_prefixes=True)
     return StepLimit(
         float(passes_s + prompt_flops / flops_per_s), train.model_flops(model, rows) / flops_per_s

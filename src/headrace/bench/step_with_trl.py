@@ -19,7 +19,7 @@ from typing import Any
 
 from headrace.bench import peers
 from headrace.bench.gpu_memory import MemoryWatch
-from headrace.bench.step import StepWorkload
+from headrace.bench.step_workload import StepWorkload
 
 _SETTLING_STEPS = 2
 _DEADLINE_S = 1200

@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from headrace.bench.shapes import SHAPES, create_random_model, shape_config
+from headrace.bench.step_workload import StepWorkload
 from headrace.data.packing import PackedRow, pack
 from headrace.models.flash import kernels_in_use
 from headrace.models.joined_linear import JoinedLinear
@@ -32,16 +33,6 @@ from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.blocks import decoder_layers
 from headrace.trainers.torch_trainer import TorchTrainer
 from headrace.types import NO_KV, Sample, TrainBatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """Groups of attempts of equal lengths."""
-
-    num_groups: int = 64
-    group_size: int = 8
-    prompt_tokens: int = 256
-    completion_tokens: int = 512
 
 
 class LayerWeights(NamedTuple):
@@ -66,7 +57,7 @@ class NoSender:
 def run(
     *,
     shape: str = "qwen2-1.5b",
-    workload: Workload | None = None,
+    workload: StepWorkload | None = None,
     row_tokens: int = 16384,
     repeats: int = 3,
     optimizer: bool = True,
@@ -77,7 +68,7 @@ def run(
 ) -> dict[str, Any]:
     """All figures as plain numbers. Without ``optimizer`` only forward and backward are run, which leaves
     the memory of its moments to large models."""
-    workload = workload or Workload()
+    workload = workload or StepWorkload()
     rate = matmul_flops_per_s(device)
     cases = []
     for share in sharing:
@@ -105,7 +96,7 @@ def run(
 
 def measure(
     model: PreTrainedModel,
-    workload: Workload,
+    workload: StepWorkload,
     *,
     row_tokens: int,
     repeats: int,
@@ -180,7 +171,7 @@ def timed(
     return seconds[0], seconds[1:]
 
 
-def random_samples(workload: Workload, *, vocab_size: int, seed: int = 0) -> list[Sample]:
+def random_samples(workload: StepWorkload, *, vocab_size: int, seed: int = 0) -> list[Sample]:
     rng = np.random.default_rng(seed)
     num_tokens = workload.prompt_tokens + workload.completion_tokens
     loss_mask = np.arange(num_tokens) >= workload.prompt_tokens
@@ -287,7 +278,7 @@ def main() -> None:
     parser.add_argument("--no-optimizer", action="store_true", help="forward and backward only")
     options = parser.parse_args()
     figures = run(
-        shape=options.shape, workload=Workload(num_groups=options.groups), row_tokens=options.row_tokens,
+        shape=options.shape, workload=StepWorkload(num_groups=options.groups), row_tokens=options.row_tokens,
         repeats=options.repeats,
         optimizer=not options.no_optimizer,
         host_moments=options.host_moments,

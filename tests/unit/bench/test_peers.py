@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import typer
 from rich.console import Console
 
 from headrace.bench import commands, peers, rollouts, step
+from headrace.bench.step_workload import StepWorkload
 from headrace.errors import ConfigError
 
 
@@ -50,12 +52,28 @@ def test_what_was_measured_stays_when_the_peer_fails(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(step_with_trl, "run", failing)
     lines: list[str] = []
-    found = step._with_trl(tmp_path, step.StepWorkload(), 3, lines.append)
+    found = step._with_trl(tmp_path, StepWorkload(), 3, lines.append)
     assert [one["failed"] for one in found["tried"]] == ["out of memory"] * 2
     ours = {"seconds": 9.0, "peak_bytes": 5e10}
     limit = {"limit_s": 4.5, "limit_generation_s": 1.1, "limit_training_s": 3.4}
     table = step.table({"shape": "qwen2-1.5b", "max_lag": 0, **limit, "headrace": ours, "trl": found})
     assert table.row_count == 1 and any("failed" in line for line in lines)
+
+
+def test_a_command_whose_peer_fails_keeps_our_figures_and_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run_with(peer: dict[str, object]) -> None:
+        figures = {"headrace": {"seconds": 9.0}, "trl": peer}
+        monkeypatch.setattr(step, "run", lambda *_, **__: figures)
+        monkeypatch.setattr(step, "table", lambda figures: "a table")
+        monkeypatch.setattr(commands, "_require_gpu", lambda command: None)
+        commands.bench_step(against="trl", json_file=tmp_path / "figures.json")
+
+    with pytest.raises(typer.Exit) as left:
+        run_with({"tried": [{"failed": "out of memory"}]})
+    assert left.value.exit_code == 1 and "out of memory" in (tmp_path / "figures.json").read_text()
+    run_with({"seconds": 20.0, "tried": []})
 
 
 def test_the_sampler_of_a_missing_library_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.bench.shapes import shape_config
-from headrace.bench.step import StepWorkload
 from headrace.bench.step_limit import step_limit
+from headrace.bench.step_workload import StepWorkload
 
 WORKLOAD = StepWorkload(num_groups=2, group_size=3, prompt_tokens=12, completion_tokens=4)
 BODY, HEAD = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96), 64 * 50

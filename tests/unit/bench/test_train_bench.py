@@ -7,12 +7,13 @@ import torch
 
 from headrace.bench import train
 from headrace.bench.shapes import SHAPES, build_random_model, shape_config
-from headrace.bench.train import Workload, measure, model_flops, random_samples
+from headrace.bench.step_workload import StepWorkload
+from headrace.bench.train import measure, model_flops, random_samples
 from headrace.data.packing import pack
 from headrace.errors import ConfigError
 from headrace.models.joined_linear import join_linears
 
-WORKLOAD = Workload(num_groups=2, group_size=3, prompt_tokens=12, completion_tokens=4)
+WORKLOAD = StepWorkload(num_groups=2, group_size=3, prompt_tokens=12, completion_tokens=4)
 
 
 def small_config():

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headrace.algos.catalog import LOSSES
-from headrace.bench.train import Workload, random_samples
+from headrace.bench.step_workload import StepWorkload
+from headrace.bench.train import random_samples
 from headrace.errors import CheckpointError, ConfigError, InvariantError, TrainingError
 from headrace.models.loading import make_tiny_model
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
@@ -168,7 +169,7 @@ def test_many_small_rows_give_the_gradients_of_one_big_row(
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
 def test_a_shared_prompt_gives_the_gradients_of_an_unshared_one(loss: str, build: Build) -> None:
-    workload = Workload(num_groups=3, group_size=4, prompt_tokens=9, completion_tokens=5)
+    workload = StepWorkload(num_groups=3, group_size=4, prompt_tokens=9, completion_tokens=5)
     samples = tuple(random_samples(workload, vocab_size=32))
     batch = TrainBatch(step=1, version=0, samples=samples)
     settings = {"loss": loss, "row_tokens": 40, "clip_low": 0.5, "clip_high": 0.5}
