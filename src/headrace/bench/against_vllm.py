@@ -20,7 +20,6 @@ import numpy as np
 
 from headrace.bench import peers
 from headrace.bench.rollout_workload import Workload
-from headrace.errors import ConfigError
 from headrace.types import Request
 
 SETTINGS: dict[str, Any] = {
@@ -47,11 +46,6 @@ def run(shape: str, workload: Workload, *, repeats: int, python: Path | None = N
         deadline_s = _START_S + (repeats + 1) * workload.rounds * _ROUND_S
         peers.run("vllm", __name__, told, out, python=python, deadline_s=deadline_s)
         figures: dict[str, Any] = json.loads(out.read_text())
-    # Where it has an environment of its own, the Headrace there may be another.
-    if figures.get("workload") != workload.digest():
-        raise ConfigError(
-            "--peer-python: the Headrace installed there makes other prompts or lengths; install this one there"
-        )
     return figures
 
 
@@ -71,12 +65,11 @@ def _measure(shape: str, workload: Workload, repeats: int) -> dict[str, Any]:
         seconds = []
         for repeat in range(repeats + 1):
             llm.reset_prefix_cache()
-            taken = _generate(llm.llm_engine, workload, config.vocab_size, repeat)
+            taken = _generate(llm, workload, config.vocab_size, repeat)
             if repeat:
                 seconds.append(taken)
     return {
         "version": vllm.__version__,
-        "workload": workload.digest(),
         "seconds": statistics.median(seconds),
         "all_seconds": seconds,
         "ready_s": ready_s,
@@ -84,37 +77,48 @@ def _measure(shape: str, workload: Workload, repeats: int) -> dict[str, Any]:
     }
 
 
-def _generate(engine: Any, workload: Workload, vocab_size: int, repeat: int) -> float:
-    """Seconds, by the loop that vLLM's own ``generate`` is."""
-    import vllm
-
-    running = {request.id: request for request in workload.requests(vocab_size, repeat)}
-    produced = 0
-
-    def submit(request: Request) -> None:
-        params = vllm.SamplingParams(
-            max_tokens=request.sampling.max_tokens, temperature=1.0, ignore_eos=True, logprobs=0,
-            detokenize=False, output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-        )  # fmt: skip
-        engine.add_request(request.id, {"prompt_token_ids": request.prompt_ids.tolist()}, params)
-
+def _generate(llm: Any, workload: Workload, vocab_size: int, repeat: int) -> float:
+    """Seconds: of its own ``generate``, or where samples have several turns of its engine's steps."""
+    first = workload.requests(vocab_size, repeat)
+    asked = [_asked(request) for request in first]
     start = time.perf_counter()
-    for request in running.values():
-        submit(request)
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                sampled = output.outputs[0].token_ids
-                produced += len(sampled)
-                following = workload.next_request(
-                    running.pop(output.request_id), np.asarray(sampled), vocab_size
-                )
-                if following is not None:
-                    running[following.id] = following
-                    submit(following)
-    taken = time.perf_counter() - start
+    if workload.turns == 1:
+        outputs = llm.generate(*zip(*asked, strict=True), use_tqdm=False)
+        taken, produced = time.perf_counter() - start, sum(len(o.outputs[0].token_ids) for o in outputs)
+    else:
+        for request, (prompt, params) in zip(first, asked, strict=True):
+            llm.llm_engine.add_request(request.id, prompt, params)
+        produced = _take_turns(llm.llm_engine, workload, {r.id: r for r in first}, vocab_size)
+        taken = time.perf_counter() - start
     assert produced == workload.num_tokens, f"{produced} tokens for {workload.num_tokens}"
     return taken
+
+
+def _take_turns(engine: Any, workload: Workload, running: dict[str, Request], vocab_size: int) -> int:
+    """Steps until all turns are over; how many tokens they had."""
+    produced = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if not output.finished:
+                continue
+            sampled = np.asarray(output.outputs[0].token_ids)
+            produced += len(sampled)
+            following = workload.next_request(running.pop(output.request_id), sampled, vocab_size)
+            if following is not None:
+                running[following.id] = following
+                engine.add_request(following.id, *_asked(following))
+    return produced
+
+
+def _asked(request: Request) -> tuple[dict[str, Any], Any]:
+    """The prompt and the parameters of one request, as vLLM takes them."""
+    import vllm
+
+    params = vllm.SamplingParams(
+        max_tokens=request.sampling.max_tokens, temperature=1.0, ignore_eos=True, logprobs=0,
+        detokenize=False, output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
+    return {"prompt_token_ids": request.prompt_ids.tolist()}, params
 
 
 def main() -> None:

@@ -35,8 +35,7 @@ def bench_engine(
         int, typer.Option(min=1, help="with --shape: so many times the samples that run at once")
     ] = 1,
     turns: Annotated[
-        int,
-        typer.Option(min=1, help="with --shape: turns of a sample, with 64 tokens of a reply between them"),
+        int, typer.Option(min=1, max=32, help="with --shape: of a sample, with replies of 64 tokens between")
     ] = 1,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     seed: int = 0,

@@ -2,13 +2,15 @@
 
 In: what a comparison needs, and the interpreter it runs in: this one, or that of an environment where Headrace and the
 peer are installed, since libraries pin what others need in other versions. Out: an error before anything is measured,
-where something is missing there; and a run that has written its result when it ends, or an error that says why not.
-When a run is over nothing of it is left: a process that keeps memory of the GPU would spoil what is measured next.
+where something is missing there or its Headrace would measure something else; and a run that has written its result
+when it ends, or an error that says why not. When a run is over nothing of it is left: a process that keeps memory of
+the GPU would spoil what is measured next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -19,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headrace.errors import ConfigError
 
@@ -26,6 +29,11 @@ _PROBE_S, _KILL_S = 120, 60
 _PROBE = """
 import importlib.util, json, sys
 print(json.dumps([name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]))
+"""
+_ASK_FINGERPRINT = """
+import json
+from headrace.bench import peers
+print(json.dumps(getattr(peers, "fingerprint", str)()))
 """
 
 
@@ -35,6 +43,18 @@ def need(against: str, packages: Sequence[str], extras: str, python: Path | None
     if missing:
         where = f" where {python} looks" if python else ""
         raise ConfigError(f"--against {against}: {missing[0]} is not installed{where}; install {extras}")
+    if python is not None and _asked(python, _ASK_FINGERPRINT) != fingerprint():
+        raise ConfigError(
+            f"--peer-python {python}: the Headrace installed there has other benchmarks; install this one there"
+        )
+
+
+def fingerprint() -> str:
+    """Of the benchmarks' source: what different ones have measured is not to be compared."""
+    found = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(file.name.encode() + file.read_bytes())
+    return found.hexdigest()
 
 
 def run(
@@ -83,14 +103,19 @@ def lacking(packages: Sequence[str], python: Path | None) -> list[str]:
     """Those of the packages that the interpreter would not find."""
     if python is None:
         return [name for name in packages if importlib.util.find_spec(name) is None]
-    command = [_interpreter(python), "-c", _PROBE, *packages]
+    missing: list[str] = _asked(python, _PROBE, *packages)
+    return missing
+
+
+def _asked(python: Path, program: str, *told: str) -> Any:
+    """What the program prints there, as JSON."""
+    command = [_interpreter(python), "-c", program, *told]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=True)
-        missing: list[str] = json.loads(done.stdout.splitlines()[-1])
+        return json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip()
         raise ConfigError(f"--peer-python {python}: it is no Python that runs: {said[-500:]}") from error
-    return missing
 
 
 def process_age_s() -> float:

@@ -8,7 +8,6 @@ Shape legend: N samples, U turns.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,6 +28,7 @@ class Workload:
     rounds: int = 1
     """So many times the prompts that run at once: the others wait, and begin as samples end."""
     turns: int = 1
+    """Of lengths drawn one by one, so that samples of many turns differ less in length."""
     reply_tokens: int = 64
     """Between two turns."""
 
@@ -60,13 +60,6 @@ class Workload:
     def num_tokens(self) -> int:
         """Sampled in all."""
         return int(self.lengths_UN.sum())
-
-    def digest(self) -> str:
-        """The same where the same is asked for."""
-        found = hashlib.sha256(self.prompts(1000).tobytes())
-        found.update(self.lengths_UN.tobytes())
-        found.update(str((self.turns, self.reply_tokens)).encode())
-        return found.hexdigest()
 
     def requests(self, vocab_size: int, repeat: int) -> list[Request]:
         """The first turns of all samples."""

@@ -64,7 +64,7 @@ def _compare(
     seconds: dict[str, list[float]] = {side: [] for side in engines}
     route_bytes = 0.0
     for repeat in range(repeats + 1):
-        # The first turn of each warms it up; after that each side goes first as often as the other.
+        # The first run of each warms it up; after that each side goes first as often as the other.
         for side in list(engines) if repeat % 2 else list(engines)[::-1]:
             taken, done = generate(engines[side], workload, vocab_size, repeat)
             if repeat:

@@ -14,6 +14,7 @@ Shape legend: T rows of a pass, R rows that are sampled, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 from headrace.engines.decode_batches import DecodeBatches
 from headrace.engines.device_passes import DrawInputs, upload
 from headrace.engines.device_setup import DeviceLimits, prepare
-from headrace.engines.graphs import Graphs
+from headrace.engines.graphs import Graphs, many_captures
 from headrace.engines.held_weights import HeldWeights
 from headrace.engines.pieces import Piece, lay_out
 from headrace.engines.prompt_batches import PromptBatches
@@ -106,22 +107,24 @@ class DeviceExecutor:
         self._reading = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._passes = prepared.passes
         graphs = Graphs() if compiled and prepared.capturable else None
-        # Captured first, since they are the largest.
-        self._prompts = PromptBatches(
-            prefill_tokens,
-            max_running,
-            model.device,
-            self._passes.prompts,
-            graphs=graphs,
-        )
-        self._decoding = DecodeBatches(
-            max_running,
-            self._passes.state,
-            self._passes.decode,
-            sharing_pays_tokens=self._passes.sharing_pays_tokens,
-            graphs=graphs,
-            progress=progress,
-        )
+        with many_captures() if graphs is not None else nullcontext():
+            # First, since they usually are the largest.
+            self._prompts = PromptBatches(
+                prefill_tokens,
+                max_running,
+                model.device,
+                self._passes.prompts,
+                graphs=graphs,
+                progress=progress,
+            )
+            self._decoding = DecodeBatches(
+                max_running,
+                self._passes.state,
+                self._passes.decode,
+                sharing_pays_tokens=self._passes.sharing_pays_tokens,
+                graphs=graphs,
+                progress=progress,
+            )
 
     @property
     def num_tokens_shared(self) -> int:

@@ -40,8 +40,9 @@ class DevicePasses:
         self._model = model
         self._kernels = kernels
         device = state.device
-        # Two sets: a step draws for its decoding rows and for its finished prompts.
         self.logits = torch.zeros((max_rows, model.vocab_size), dtype=torch.float32, device=device)
+        """Of the pass computed last from a batch, decoding rows or prompts."""
+        # Two sets: a step draws for its decoding rows and for its finished prompts.
         self.token_ids = torch.zeros((2, max_rows), dtype=torch.int32, device=device)
         self.logprobs = torch.zeros((2, max_rows), dtype=torch.float32, device=device)
 

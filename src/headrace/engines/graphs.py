@@ -2,15 +2,29 @@
 
 In: a computation over tensors that stay where they are. Out: a graph that computes it anew with whatever they hold
 by then. Passes follow one another and leave their results in memory of their own, so all graphs use the same memory
-for the rest. Captured largest first, the smaller ones need no more of it.
+for the rest; captured largest first, the smaller ones need no more of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+
+@contextmanager
+def many_captures() -> Iterator[None]:
+    """Around captures one after the other. Torch collects garbage before each; what is there when they begin need not
+    be looked through every time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class Graphs:

@@ -2,9 +2,8 @@
 
 In: pieces of prompts and the rows whose logits are wanted. Out: those logits, in device memory. A pass of few tokens
 takes less time to compute than to launch kernel by kernel, so it is padded to a bucket that holds it. Rows of
-padding belong to no piece, and to a block that nobody reads. A pass too large for every bucket is launched as it is:
-there kernels take longer than launching them. The largest bucket is captured at once, so that there is memory for
-all, the others when they are first used.
+padding belong to no piece, and to a block that nobody reads. A pass of more rows or pieces than every bucket is
+launched as it is. Where nothing is captured passes are padded all the same, so that both ways compute the same.
 
 Shape legend: T rows of the bucket, N pieces of the bucket.
 """
@@ -80,15 +79,17 @@ class PromptBatches:
         compute: Callable[[PromptBatch], None],
         *,
         graphs: Graphs | None,
+        progress: Callable[[str], None],
     ) -> None:
         self._compute = compute
-        self._graphs = graphs
         self._sizes = bucket_rows(most_rows)
         self._batches = [
             PromptBatch(size, min(size, most_pieces, _MOST_PIECES), device) for size in self._sizes
         ]
         if graphs is not None:
-            self._capture(self._batches[-1], graphs)
+            for n, batch in enumerate(reversed(self._batches), start=1):
+                progress(f"capturing prompt graphs {n}/{len(self._batches)}")
+                batch.graph = graphs.capture(partial(compute, batch))
 
     def run(self, layout: PieceLayout, wanted: np.ndarray) -> bool:
         """Compute these pieces, whose tables the device knows; False: no bucket holds them."""
@@ -96,15 +97,9 @@ class PromptBatches:
         if bucket == len(self._sizes) or layout.num_pieces > self._batches[bucket].num_pieces:
             return False
         batch = self._batches[bucket]
-        if batch.graph is None and self._graphs is not None:
-            self._capture(batch, self._graphs)
         batch.fill(layout, wanted)
         if batch.graph is None:
             self._compute(batch)
         else:
             batch.graph.replay()
         return True
-
-    def _capture(self, batch: PromptBatch, graphs: Graphs) -> None:
-        """Nothing was brought yet, so that what is computed meanwhile belongs to nobody."""
-        batch.graph = graphs.capture(partial(self._compute, batch))

@@ -39,6 +39,8 @@ def test_options_that_would_do_nothing_are_refused() -> None:
         commands.bench_engine(against="vllm")
     with pytest.raises(ConfigError, match="--rounds: goes with --shape, and not with --routes"):
         commands.bench_engine(shape="moe-small", routes=True, rounds=2)
+    with pytest.raises(ConfigError, match="--turns: goes with --shape"):
+        commands.bench_engine(turns=2)
     for command in (commands.bench_engine, commands.bench_step, commands.bench_mismatch):
         with pytest.raises(ConfigError, match="--peer-python: goes with --against"):
             command(peer_python=Path(sys.executable))
@@ -117,6 +119,25 @@ def test_another_interpreter_is_asked_what_it_has(other_python: Path) -> None:
     ):
         peers.need("trl", ["trl", "no_such_library"], "it", other_python)
     assert peers.environment(other_python)["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+
+
+def test_another_headrace_beside_the_peer_is_refused(
+    other_python: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    peers.need("trl", ["trl"], "the extra bench", other_python)
+    with monkeypatch.context() as here:
+        here.setattr(peers, "fingerprint", lambda: "of other benchmarks")
+        with pytest.raises(
+            ConfigError, match=r"--peer-python .* has other benchmarks; install this one there"
+        ):
+            peers.need("trl", ["trl"], "the extra bench", other_python)
+    # One of before there was a fingerprint.
+    older = tmp_path / "packages" / "headrace" / "bench"
+    older.mkdir(parents=True)
+    for module in (older.parent / "__init__.py", older / "__init__.py", older / "peers.py"):
+        module.write_text("")
+    with pytest.raises(ConfigError, match=r"--peer-python .* has other benchmarks; install this one there"):
+        peers.need("trl", ["trl"], "the extra bench", other_python)
 
 
 def test_a_peer_is_told_what_to_do_and_leaves_a_result(run_peer, tmp_path: Path) -> None:

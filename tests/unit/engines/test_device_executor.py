@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.engines import prompt_batches
 from headrace.engines.decode_batches import bucket_sizes, quickest
 from headrace.engines.device_executor import DeviceExecutor
 from headrace.engines.torch_engine import TorchEngine
@@ -58,6 +59,25 @@ def test_tokens_are_those_of_the_plain_executor(make_engine, make_device_engine,
     for name, completion in expected.items():
         agree(got[name], completion)
     assert (engine.counters()["preemptions"] > 0) == ("kv_tokens" in settings)
+
+
+def test_passes_larger_than_every_bucket_are_computed_too(
+    make_engine, make_device_engine, run_engine, crowd, monkeypatch
+):
+    expected = run_engine(make_engine(), *crowd)
+    monkeypatch.setattr(prompt_batches, "_MOST_ROWS", 40)
+    monkeypatch.setattr(prompt_batches, "_MOST_PIECES", 2)
+    engine = make_device_engine()
+    executor, sizes = engine._executor, []
+    prefill = executor._passes.prefill
+    executor._passes.prefill = lambda layout, wanted: (
+        sizes.append(layout.num_rows),
+        prefill(layout, wanted),
+    )[1]
+    got = run_engine(engine, *crowd)
+    assert max(sizes) > 40
+    for name, completion in expected.items():
+        agree(got[name], completion)
 
 
 def test_a_group_computes_its_prompt_once(make_device_engine, run_engine, make_request):

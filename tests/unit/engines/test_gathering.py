@@ -112,16 +112,16 @@ def test_what_was_sent_back_is_gathered_too(make_full, make_request):
 def test_where_blocks_are_short_fewer_are_sent_back_and_the_tokens_are_the_same(
     make_full, make_request, run_engine
 ):
-    requests = [make_request(f"r{i}", prompt=5 + i % 30, max_tokens=10 + 7 * i % 53) for i in range(120)]
+    requests = [make_request(f"r{i}", prompt=5 + i % 30, max_tokens=10 + 7 * i % 53) for i in range(160)]
     found = {}
     for gathers in (False, True):
-        engine = make_full(kv_tokens=SLOTS * 20)
+        engine = make_full(kv_tokens=SLOTS * 40)
         engine._scheduler.gathering.gathers = gathers
         done, counters = run_engine(engine, *requests), engine.counters()
-        assert counters["free_blocks"] == SLOTS * 20 // 16 and counters["passes"] > counters["prompt_passes"]
+        assert counters["free_blocks"] == SLOTS * 40 // 16 and counters["passes"] > counters["prompt_passes"]
         found[gathers] = done, counters["prompt_passes"], counters["preemptions"]
     (plain, many, often), (gathered, few, seldom) = found[False], found[True]
-    assert few < many and seldom < often
+    assert 3 * few < 2 * many and seldom < often
     assert {name: list(one.token_ids) for name, one in gathered.items()} == {
         name: list(one.token_ids) for name, one in plain.items()
     }
