@@ -1,8 +1,8 @@
 """Which rounding to bfloat16 moves a model's log-probabilities, and by how much.
 
 In: the layers of a Qwen2-like shape with random weights. Out: for several choices of places that are rounded, all
-else being float32, the mean distance of a row's log-probabilities from those without any rounding. What an engine and a
-trainer differ by on a GPU comes from these places; here each can be looked at alone. On a CPU, in a minute or two.
+else being float32, the mean distance of log-probabilities from those without any rounding. What an engine and a
+trainer differ by on a GPU comes from these places; here each can be looked at alone. On a CPU, in some minutes.
 
 Shape legend: T tokens, H hidden size, D head dim, N heads.
 """
@@ -19,8 +19,9 @@ LAYERS, HIDDEN, WIDE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, TOKENS = 28, 1536, 8960,
 
 PLACES = {
     "norms": "what norms hand to the products",
-    "qkv": "queries, keys and values",
+    "qk": "queries and keys",
     "rope": "queries and keys after rotation",
+    "values": "values",
     "probs": "attention's probabilities",
     "attention": "attention's result",
     "added": "the two products added to the running sum",
@@ -28,6 +29,8 @@ PLACES = {
     "gated": "the gated layer's two products",
     "inner": "what the gated layer hands to its last product",
 }
+OPERANDS = ("norms", "rope", "values", "probs", "attention", "inner")
+"""What a product in bfloat16 takes."""
 
 
 class _Row:
@@ -69,7 +72,8 @@ class _Row:
             w = {name: tensor.float() for name, tensor in narrow.items()}
             read_TH = at("norms", _norm(sum_TH))
             q, k, v = (
-                at("qkv", read_TH @ w[name].T).view(TOKENS, -1, HEAD_DIM).transpose(0, 1) for name in "qkv"
+                at(place, read_TH @ w[name].T).view(TOKENS, -1, HEAD_DIM).transpose(0, 1)
+                for name, place in (("q", "qk"), ("k", "qk"), ("v", "values"))
             )
             q, k = at("rope", self._rotated(q)), at("rope", self._rotated(k))
             k, v = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
@@ -92,19 +96,25 @@ def _norm(x_TH: torch.Tensor) -> torch.Tensor:
     return x_TH * torch.rsqrt(x_TH.square().mean(-1, keepdim=True) + 1e-6)
 
 
-def distances(seed: int = 0) -> Iterator[tuple[str, float]]:
-    """What was rounded, and the mean distance it makes."""
-    row = _Row(seed)
-    exact = row.logprobs(())
+def distances(num_rows: int = 8) -> Iterator[tuple[str, float]]:
+    """What was rounded, and the mean distance it makes, over so many rows of other weights and tokens."""
     rest = [place for place in PLACES if place != "sum"]
     cases: list[tuple[str, Collection[str]]] = [
         ("everything", PLACES),
         ("everything but the running sum", rest),
         ("nor the products added to it", [place for place in rest if place != "added"]),
+        ("nor the gated layer's two products", [p for p in rest if p not in ("added", "gated")]),
+        ("only operands of products", OPERANDS),
         *((f"only {told}", (place,)) for place, told in PLACES.items()),
     ]
-    for told, rounded in cases:
-        yield told, float((row.logprobs(rounded) - exact).abs().mean())
+    totals = [0.0] * len(cases)
+    for seed in range(num_rows):
+        row = _Row(seed)
+        exact = row.logprobs(())
+        for i, (_, rounded) in enumerate(cases):
+            totals[i] += float((row.logprobs(rounded) - exact).abs().mean()) / num_rows
+    for (told, _), total in zip(cases, totals, strict=True):
+        yield told, total
 
 
 if __name__ == "__main__":
