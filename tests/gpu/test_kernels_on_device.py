@@ -169,7 +169,7 @@ def test_prefill_of_long_prompts_in_pieces(num_heads, num_kv, dim):
         query,
         pool,
         tables,
-        row_of_piece=torch.arange(len(pieces), **numbers),
+        slots=torch.arange(len(pieces), **numbers),
         starts=torch.tensor([start for start, _ in pieces], **numbers),
         counts=torch.tensor(counts, **numbers),
         offsets=torch.tensor(offsets, **numbers),

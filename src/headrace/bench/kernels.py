@@ -122,7 +122,7 @@ def prefill(model: str, pieces: int, length: int, device: torch.device) -> Case:
 
     def launch() -> None:
         paged_attention.prefill_attention(
-            query, pool, tables, row_of_piece=order, starts=starts, counts=counts, offsets=offsets,
+            query, pool, tables, slots=order, starts=starts, counts=counts, offsets=offsets,
             value_dim=dim, scale=dim**-0.5, out_THE=out,
         )  # fmt: skip
 

@@ -98,6 +98,11 @@ def check_agreement(model: PreTrainedModel, got: torch.Tensor, expected: torch.T
         )
 
 
+def num_token_ids(model: PreTrainedModel) -> int:
+    """Of which the model has an embedding."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
 def context_tokens(config: PretrainedConfig) -> int:
     """Positions the model was made for; a guess where it does not say."""
     return int(getattr(config, "max_position_embeddings", None) or _UNSTATED_CONTEXT)

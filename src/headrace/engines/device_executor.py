@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from headrace.engines.checks import num_token_ids
 from headrace.engines.decode_batches import DecodeBatches
 from headrace.engines.device_passes import DrawInputs, upload
 from headrace.engines.device_setup import DeviceLimits, prepare
@@ -97,6 +98,7 @@ class DeviceExecutor:
         )
         prepared = prepare(model, limits, compiled=compiled, progress=progress)
         self.num_blocks, self.limit_tokens = prepared.num_blocks, prepared.limit_tokens
+        self.vocab_size = num_token_ids(model)
         self.table = SlotTable(max_running, block_size)
         self.held = HeldWeights(model, prepared.bank)
         self._recorder = prepared.recorder

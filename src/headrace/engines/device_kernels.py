@@ -123,7 +123,7 @@ class TritonKernels:
         out_THE = new((*query_THD.shape[:2], value_dim))
         self._attention.write_rows(pool_BSW, rows.places, key_TKD, value_TKE)
         self._attention.prefill_attention(
-            query_THD, pool_BSW, rows.tables, row_of_piece=rows.slots, starts=rows.starts, counts=rows.counts,
+            query_THD, pool_BSW, rows.tables, slots=rows.slots, starts=rows.starts, counts=rows.counts,
             offsets=rows.offsets, value_dim=value_dim, scale=options.scale, window=options.window,
             softcap=options.softcap, out_THE=out_THE,
         )  # fmt: skip

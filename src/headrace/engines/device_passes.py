@@ -82,7 +82,7 @@ class DevicePasses:
             PoolAttending(state, self._kernels, batch.piece_rows(state.tables)),
             batch.wanted,
             out_RV=self.logits[: batch.num_pieces],
-            adapters_T=batch.adapters if self._model.bank is not None else None,
+            adapters_T=batch.adapters,
         )
 
     def prefill(self, layout: PieceLayout, wanted: np.ndarray | None = None) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Before the first request: does the device path compute this model, and how much room is there for it?
 
-In: a model and the sizes asked for. Out: passes over memory of the right size, once two chunks and two decoding
-rows over shuffled blocks, one of them with a shared prompt, have agreed with a plain forward of the same
-model. Memory that the largest passes do not need goes to keys and values.
+In: a model and the sizes asked for. Out: passes over memory of the right size, once two chunks, one of them also
+padded, and two decoding rows over shuffled blocks, one of them with a shared prompt, have agreed with a plain forward
+of the same model. Memory that the largest passes do not need goes to keys and values.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from headrace.engines.device_model import DeviceModel, LayerShape
 from headrace.engines.device_passes import DevicePasses
 from headrace.engines.device_state import DeviceState, block_bytes
 from headrace.engines.pieces import Piece, lay_out
+from headrace.engines.prompt_batches import PromptBatch
 from headrace.engines.sequences import SlotTable, new_sequence
 from headrace.engines.shared_prompts import SharedPromptFinder
 from headrace.errors import ConfigError
@@ -37,6 +38,7 @@ from headrace.models.lora import LoraSpec
 from headrace.models.route_recording import RouteRecorder
 from headrace.types import Request, Sampling
 
+_PADDING_ROWS = 8
 _SPARE_BYTES = 1 << 30
 """Left alone for what the allocator and libraries take besides tensors."""
 
@@ -115,9 +117,17 @@ def prepare(
         # The projections' old memory, and what the check needed, would otherwise stay with this process.
         torch.cuda.empty_cache()
     limit_tokens = min(context, (num_blocks - 1) * size)
-    return Prepared(
-        passes(num_blocks), num_blocks, limit_tokens, shaped.capturable, shaped.bank, shaped.recorder
-    )
+    if limit_tokens < context:
+        progress(f"room for sequences of {limit_tokens:,} tokens, of a context of {context:,}")
+    try:
+        made = passes(num_blocks)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"engine.kv_tokens: keys and values of {(num_blocks - 1) * size:,} tokens take "
+            f"{num_blocks * block_bytes(shaped.layers, size, model.dtype) / 2**30:.1f} GiB, which are not free beside "
+            "the model; lower it, or leave it out and it is chosen by what is free"
+        ) from error
+    return Prepared(made, num_blocks, limit_tokens, shaped.capturable, shaped.bank, shaped.recorder)
 
 
 def _kernels(model: DeviceModel, max_running: int, context: int, device: torch.device) -> Kernels:
@@ -134,8 +144,8 @@ def _kernels(model: DeviceModel, max_running: int, context: int, device: torch.d
 
 
 def check_passes(passes: DevicePasses, token_ids: np.ndarray) -> torch.Tensor:
-    """float32 [T, V]: logits of all tokens, computed in two chunks, one decoding row, and one that reads its
-    prompt together with a row just like it."""
+    """float32 [T, V]: logits of all tokens, computed in two chunks, the second also as a padded batch, one decoding
+    row, and one that reads its prompt together with a row just like it."""
     state, length = passes.state, len(token_ids)
     table = SlotTable(2, state.block_size)
     request = Request(
@@ -152,6 +162,8 @@ def check_passes(passes: DevicePasses, token_ids: np.ndarray) -> torch.Tensor:
         passes.all_logits([Piece(0, a, token_ids[a:b], table.blocks[0])]).clone()
         for a, b in ((0, cut), (cut, length - 2))
     ]
+    padded_RV = _padded_logits(passes, Piece(0, cut, token_ids[cut : length - 2], table.blocks[0]))
+    logits[-1][-len(padded_RV) :] = padded_RV
     for at, slots in ((length - 2, np.array([0])), (length - 1, np.array([0, 1]))):
         table.computed[slots] = at
         state.last_token[slots] = int(token_ids[at])
@@ -160,6 +172,16 @@ def check_passes(passes: DevicePasses, token_ids: np.ndarray) -> torch.Tensor:
         passes.decode(batch)
         logits.append(passes.logits[:1].clone())
     return torch.cat(logits)
+
+
+def _padded_logits(passes: DevicePasses, piece: Piece) -> torch.Tensor:
+    """float32 [R, V]: of the piece's last rows, as many as there is memory for, in a batch with rows of padding."""
+    layout = lay_out([piece], passes.state.block_size)
+    wanted = np.arange(layout.num_rows)[-len(passes.logits) :]
+    batch = PromptBatch(layout.num_rows + _PADDING_ROWS, len(wanted), passes.state.device)
+    batch.fill(layout, wanted)
+    passes.prompts(batch)
+    return passes.logits[: len(wanted)].clone()
 
 
 def beside_kv_bytes(pass_bytes: int) -> int:

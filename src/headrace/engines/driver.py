@@ -7,11 +7,12 @@ calls always land between two forward passes.
 waits for                      unblocked by
 run loop: work                 generate, apply, cancel_update, close
 generate: its completion       run loop, abort, begin_update("abort"), a failed step
-begin_update("drain"): none    run loop finishing the last started request
+begin_update("drain"): none    run loop finishing the last started request, abort, a cancelled generate, close
 started
+close: an update being read    its receiver, whose own deadline ends it
 
-If a step raises, every pending call gets that exception and so does every later one. Nothing here has a
-deadline of its own: whoever awaits puts one on the wait.
+If a step raises, every pending call gets that exception and so does every later one; if a progress callback raises,
+its own request does. Nothing here has a deadline of its own: whoever awaits puts one on the wait.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -40,6 +42,7 @@ from headrace.types import (
     WeightManifest,
 )
 
+T = TypeVar("T")
 ProgressCallback = Callable[[Completion], None]
 
 _QUIET_S = 0.1
@@ -117,6 +120,7 @@ class EngineDriver:
             if self._futures.get(request.id) is future:
                 self._forget(request.id)
                 self._core.abort([request.id])
+                self._notice_drained()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._resolve(self._core.abort(request_ids))
@@ -155,7 +159,7 @@ class EngineDriver:
         self._ledger.switch("paused-for-weights")
 
     async def apply(self, manifest: WeightManifest) -> int:
-        # One at a time: a call that its caller gave up on may still be reading.
+        # One at a time: a call that its caller gave up on holds the lock until it has ended reading.
         async with self._applying:
             self._ensure_alive()
             if self._is_there(manifest):
@@ -163,7 +167,7 @@ class EngineDriver:
                 return manifest.version
             if self._threaded:
                 # Reading and verifying takes long and changes nothing: the engine goes on stepping, if it may.
-                updates = await asyncio.to_thread(self._read, manifest)
+                updates = await _in_thread(self._read, manifest)
                 self._ensure_alive()
             else:
                 updates = self._read(manifest)
@@ -175,7 +179,7 @@ class EngineDriver:
             self._resume()
             if self._threaded:
                 # An answer lets the sender write over the bytes. In its own process one stream keeps the order.
-                await asyncio.to_thread(self._core.wait_until_copied)
+                await _in_thread(self._core.wait_until_copied)
             return manifest.version
 
     async def cancel_update(self) -> None:
@@ -198,9 +202,11 @@ class EngineDriver:
         self._closed = True
         self._resolve(self._core.abort(list(self._futures)))
         self._wake.set()
+        self._drained.set()
         if self._loop_task is not None:
             await self._loop_task
-        self._receiver.close()
+        async with self._applying:
+            self._receiver.close()
 
     def _is_there(self, manifest: WeightManifest) -> bool:
         """Whether the update has landed already. Raises WeightSyncError when it cannot land here."""
@@ -272,7 +278,16 @@ class EngineDriver:
             for request_id, snapshot in reports:
                 callback = self._callbacks.get(request_id)
                 if callback is not None:
-                    callback(snapshot)
+                    self._tell(callback, request_id, snapshot)
+
+    def _tell(self, callback: ProgressCallback, request_id: str, snapshot: Completion) -> None:
+        try:
+            callback(snapshot)
+        except Exception as error:
+            future = self._forget(request_id)
+            self._core.abort([request_id])
+            if future is not None and not future.done():
+                future.set_exception(error)
 
     def _resolve(self, finished: Sequence[tuple[str, Completion]]) -> None:
         for request_id, completion in finished:
@@ -301,3 +316,16 @@ class EngineDriver:
             raise RoleError(f"engine {self.name!r} stopped: {self._failure}.") from self._failure
         if self._closed:
             raise RoleError(f"engine {self.name!r} is closed; build a new one.")
+
+
+async def _in_thread(work: Callable[..., T], *given: Any) -> T:
+    """``work`` beside the loop. Whoever gives up on it leaves when it has ended: what it reads is not for two."""
+    working = asyncio.ensure_future(asyncio.to_thread(work, *given))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        if not working.cancelled():
+            # Looked at: nobody is left to be told.
+            working.exception()
+        raise

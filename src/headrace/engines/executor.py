@@ -41,6 +41,8 @@ class Executor(Protocol):
     """Blocks of the key-value memory, the scratch block included."""
     limit_tokens: int
     """Tokens a sequence may have."""
+    vocab_size: int
+    """Token ids the model knows."""
     pipelined: bool
     """Whether ``launch`` returns before the pass is done."""
     prompts_apart: bool

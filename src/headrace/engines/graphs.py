@@ -2,7 +2,8 @@
 
 In: a computation over tensors that stay where they are. Out: a graph that computes it anew with whatever they hold
 by then. Passes follow one another and leave their results in memory of their own, so all graphs use the same memory
-for the rest; captured largest first, the smaller ones need no more of it.
+for the rest: captured largest first, as at the start, the smaller ones need no more of it. What is captured later
+waits for the whole device.
 """
 
 from __future__ import annotations

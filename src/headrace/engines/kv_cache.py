@@ -76,9 +76,6 @@ class BlockPool:
         self.tidy()
         return len(self._free) + len(self._idle) + len(self._kept)
 
-    def version(self, block: int) -> int:
-        return self._versions[block]
-
     def allocate(self, version: int, adapter: int = 0) -> int | None:
         """A block that is about to be written under ``version`` of an adapter; None when every block is in use."""
         self.tidy()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from headrace.engines.checks import check_model, context_tokens, stable_rows
+from headrace.engines.checks import check_model, context_tokens, num_token_ids, stable_rows
 from headrace.engines.held_weights import HeldWeights
 from headrace.engines.lanes import Lanes
 from headrace.engines.noise import NoiseAhead
@@ -81,6 +81,7 @@ class PlainExecutor:
         wanted = kv_tokens or usual_kv_tokens(context, max_running)
         self.num_blocks = -(-wanted // block_size) + 1
         self.limit_tokens = min(context, (self.num_blocks - 1) * block_size)
+        self.vocab_size = num_token_ids(model)
         self.table = SlotTable(max_running, block_size)
         self._model = model
         self.held = HeldWeights(model, self._bank)

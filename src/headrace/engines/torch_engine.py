@@ -119,10 +119,14 @@ class TorchEngine:
         if not 0 < num_prompt < self.limit_tokens:
             raise TaskError(
                 f"request {request.id!r} has a prompt of {num_prompt} tokens and the engine takes 1 to "
-                f"{self.limit_tokens - 1}; shorten the prompt or raise kv_tokens up to the model's context."
+                f"{self.limit_tokens - 1}; shorten the prompt, or give the engine room up to the model's context "
+                "(engine.kv_tokens, engine.memory_share)."
             )
         if request.id in self._live:
             raise TaskError(f"request id {request.id!r} is already in use; ids must differ while they live.")
+        self._check_tokens(f"request {request.id!r}", request.prompt_ids)
+        if request.prefix is not None:
+            self._check_tokens(f"the prefix of request {request.id!r}", request.prefix.token_ids)
         self._check_routes(request)
         self._holds.check(request)
         limit = min(num_prompt + request.sampling.max_tokens, self.limit_tokens)
@@ -136,12 +140,15 @@ class TorchEngine:
 
     def abort(self, request_ids: Iterable[str]) -> list[tuple[str, Completion]]:
         """End these requests with what they have sampled; ids that are not here are ignored."""
-        found = [(name, self._live.pop(name)) for name in dict.fromkeys(request_ids) if name in self._live]
+        names = dict.fromkeys(request_ids)
+        done = [pair for pair in self._done if pair[0] in names]
+        self._done = [pair for pair in self._done if pair[0] not in names]
+        found = [(name, self._live.pop(name)) for name in names if name in self._live]
         for _, sequence in found:
             if sequence.slot < 0:
                 self._scheduler.waiting.remove(sequence)
         self._scheduler.finish(*(sequence for _, sequence in found if sequence.slot >= 0))
-        return [(name, resting_completion(sequence, "abort")) for name, sequence in found]
+        return done + [(name, resting_completion(sequence, "abort")) for name, sequence in found]
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Hold the blocks of these finished requests no longer; ids that are not held are ignored."""
@@ -307,6 +314,15 @@ class TorchEngine:
         self._scheduler.counters.generated_tokens += len(slots)
         return self._collect(slots, token_ids)
 
+    def _check_tokens(self, told: str, token_ids: np.ndarray) -> None:
+        """Before any is looked up, which a GPU would not survive."""
+        wrong = token_ids[(token_ids < 0) | (token_ids >= self._executor.vocab_size)]
+        if len(wrong):
+            raise TaskError(
+                f"{told} has token {int(wrong[0])}, and the model knows 0 to {self._executor.vocab_size - 1}; use the "
+                "tokenizer that belongs to the model."
+            )
+
     def _check_routes(self, request: Request) -> None:
         routing = None if request.prefix is None else request.prefix.routing
         if routing is not None and self._table.routes is not None:
@@ -370,8 +386,10 @@ class TorchEngine:
         if len(token_ids) > self.limit_tokens:
             raise TaskError(
                 f"a sequence of {len(token_ids)} tokens cannot be scored by an engine that takes "
-                f"{self.limit_tokens}; shorten it or raise kv_tokens up to the model's context."
+                f"{self.limit_tokens}; shorten it, or give the engine room up to the model's context "
+                "(engine.kv_tokens, engine.memory_share)."
             )
+        self._check_tokens("a sequence to be scored", token_ids)
         blocks = self._borrow(len(token_ids))
         try:
             logits_of = self._executor.scored_logits(token_ids, blocks, adapter)

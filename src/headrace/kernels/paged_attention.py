@@ -23,22 +23,22 @@ from headrace.kernels.prefill import PIECES_AT_ONCE, prefill_kernel
 
 
 def write_rows(
-    pool_BSW: torch.Tensor, slots_T: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+    pool_BSW: torch.Tensor, places_T: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor
 ) -> None:
-    """Put the keys and values of a pass where ``slots_T`` (int64, block * S + row) says."""
+    """Put the keys and values of a pass where ``places_T`` (int64, block * S + row) says."""
     num_rows, num_heads, key_dim = key_TKD.shape
-    value_dim = value_TKD.shape[2]
+    value_dim = value_TKE.shape[2]
     if num_rows == 0:
         return
     _write_kernel[(num_rows,)](
         pool_BSW,
-        slots_T,
+        places_T,
         key_TKD,
-        value_TKD,
+        value_TKE,
         key_TKD.stride(0),
         key_TKD.stride(1),
-        value_TKD.stride(0),
-        value_TKD.stride(1),
+        value_TKE.stride(0),
+        value_TKE.stride(1),
         K=num_heads,
         D=key_dim,
         E=value_dim,
@@ -51,7 +51,7 @@ def write_rows(
 @triton.jit
 def _write_kernel(
     pool,
-    slots,
+    places,
     key,
     value,
     key_stride_t,
@@ -65,7 +65,7 @@ def _write_kernel(
     VALUES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    target = pool + tl.load(slots + row) * (K * (D + E))
+    target = pool + tl.load(places + row) * (K * (D + E))
     i = tl.arange(0, KEYS)
     numbers = tl.load(key + row * key_stride_t + i // D * key_stride_k + i % D, mask=i < K * D)
     tl.store(target + i, numbers, mask=i < K * D)
@@ -79,7 +79,7 @@ def prefill_attention(
     pool_BSW: torch.Tensor,
     tables: torch.Tensor,
     *,
-    row_of_piece: torch.Tensor,
+    slots: torch.Tensor,
     starts: torch.Tensor,
     counts: torch.Tensor,
     offsets: torch.Tensor,
@@ -90,7 +90,7 @@ def prefill_attention(
     out_THE: torch.Tensor,
 ) -> None:
     """Pieces of prompts: piece i is ``counts[i]`` (0 is allowed) query rows from row ``offsets[i]`` of the pass, at
-    positions ``starts[i]`` and on, over the table ``row_of_piece[i]`` (int32 all). Rows of the pass that belong to no
+    positions ``starts[i]`` and on, over the table ``slots[i]`` (int32 all). Rows of the pass that belong to no
     piece are left as they are."""
     num_rows, num_heads, key_dim = query_THD.shape
     num_kv_heads = pool_BSW.shape[2] // (key_dim + value_dim)
@@ -105,7 +105,7 @@ def prefill_attention(
         query_THD,
         pool_BSW,
         tables,
-        row_of_piece,
+        slots,
         starts,
         counts,
         offsets,

@@ -27,7 +27,7 @@ def prefill_kernel(
     query,
     pool,
     tables,
-    row_of_piece,
+    slots,
     starts,
     counts,
     offsets,
@@ -70,7 +70,7 @@ def prefill_kernel(
     dims_D = tl.arange(0, D_PAD)
     query_at = query + (rows_M * query_stride_t + heads_M * query_stride_h)[:, None] + dims_D[None, :]
     query_MD = tl.load(query_at, mask=real_M[:, None] & (dims_D < D)[None, :], other=0.0)
-    table = tables + tl.load(row_of_piece + piece).to(tl.int64) * table_stride
+    table = tables + tl.load(slots + piece).to(tl.int64) * table_stride
 
     first_position = start + tile * M // G
     last_position = start + (tl.minimum(tile * M + M, num_pairs) - 1) // G

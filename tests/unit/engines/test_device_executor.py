@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.engines import prompt_batches
+from headrace.engines import device_setup, prompt_batches
 from headrace.engines.decode_batches import bucket_sizes, quickest
 from headrace.engines.device_executor import DeviceExecutor
+from headrace.engines.device_state import DeviceState
 from headrace.engines.torch_engine import TorchEngine
+from headrace.errors import ConfigError
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.models.tensors import to_blobs
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
@@ -78,6 +80,27 @@ def test_passes_larger_than_every_bucket_are_computed_too(
     assert max(sizes) > 40
     for name, completion in expected.items():
         agree(got[name], completion)
+
+
+def test_little_room_is_told(make_executor):
+    lines = []
+    executor = make_executor(kv_tokens=64, progress=lines.append)
+    assert executor.limit_tokens == 64
+    assert any("room for sequences of 64 tokens" in line for line in lines)
+
+
+def test_memory_that_is_not_there_names_its_setting(make_executor, monkeypatch):
+    made = []
+
+    def state(*args, num_blocks, **kwargs):
+        made.append(num_blocks)
+        if len(made) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return DeviceState(*args, num_blocks=num_blocks, **kwargs)
+
+    monkeypatch.setattr(device_setup, "DeviceState", state)
+    with pytest.raises(ConfigError, match=r"engine\.kv_tokens: keys and values of 2,048 tokens take .* GiB"):
+        make_executor()
 
 
 def test_a_group_computes_its_prompt_once(make_device_engine, run_engine, make_request):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -137,6 +138,41 @@ def test_a_bad_request_fails_alone(driver, make_request):
     run(main())
 
 
+def test_tokens_that_the_model_does_not_know_are_refused(driver, make_request):
+    async def main():
+        good = asyncio.ensure_future(driver.generate(make_request("good")))
+        for wrong in (61, -1):
+            with pytest.raises(
+                TaskError, match=rf"'bad' has token {wrong}, and the model knows 0 to 60; use the tok"
+            ):
+                await driver.generate(make_request("bad", prompt=np.array([1, wrong, 2])))
+            with pytest.raises(TaskError, match=f"to be scored has token {wrong}"):
+                await driver.score([np.array([1, 2, wrong])])
+        prefix = replace(await driver.generate(make_request("first", max_tokens=3)), finish_reason="abort")
+        prefix.token_ids[1] = 99
+        with pytest.raises(TaskError, match="the prefix of request 'next' has token 99"):
+            await driver.generate(replace(make_request("next"), prefix=prefix))
+        assert (await good).num_tokens == 20
+        await driver.close()
+
+    run(main())
+
+
+def test_a_callback_that_raises_ends_its_own_request(driver, make_request):
+    def refuse(_completion):
+        raise ValueError("nobody listens")
+
+    async def main():
+        good = asyncio.ensure_future(driver.generate(make_request("good", max_tokens=30)))
+        with pytest.raises(ValueError, match="nobody listens"):
+            await driver.generate(make_request("told", max_tokens=30), on_progress=refuse)
+        assert (await good).num_tokens == 30
+        assert driver._core.counters()["running"] == 0
+        await driver.close()
+
+    run(main())
+
+
 def test_abort_returns_what_was_sampled(driver, make_request):
     async def main():
         a, b = await start(driver, make_request("a", max_tokens=100), make_request("b"))
@@ -224,6 +260,40 @@ def test_requests_go_on_while_an_update_is_read(driver, make_request, monkeypatc
     assert run(scenario()).versions.tolist() == [0] * 12
 
 
+def test_an_update_that_was_given_up_on_is_read_to_its_end_first(driver):
+    """No two are read at once, and the receiver is closed behind them."""
+    driver._threaded = True
+    receiver, begun, go_on, events = driver._receiver, threading.Event(), threading.Event(), []
+
+    def receive(manifest, base=()):
+        events.append("begin")
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        events.append("end")
+        return receiver.bundles[1]
+
+    receiver.receive, receiver.close = receive, lambda: events.append("close")
+
+    async def main():
+        first = asyncio.ensure_future(driver.apply(manifest(1)))
+        await asyncio.to_thread(begun.wait, WAIT_S)
+        first.cancel()
+        second = asyncio.ensure_future(driver.apply(manifest(1)))
+        await asyncio.sleep(0)
+        closing = asyncio.ensure_future(driver.close())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        with pytest.raises(RoleError, match="is closed"):
+            await second
+        await closing
+
+    run(main())
+    assert events == ["begin", "end", "close"]
+
+
 def test_block_freezes_until_applied(driver, make_request):
     async def main():
         (task,) = await start(driver, make_request("a", max_tokens=40))
@@ -256,6 +326,46 @@ def test_drain_finishes_what_runs_and_starts_nothing(driver, make_request):
         got, other = await asyncio.gather(task, late)
         assert set(got.versions) == {0} and set(other.versions) == {1}
         await driver.close()
+
+    run(main())
+
+
+def test_a_drain_ends_when_the_last_caller_gives_up(driver, make_request):
+    async def main():
+        (task,) = await start(driver, make_request("a", max_tokens=200))
+        draining = asyncio.ensure_future(driver.begin_update("drain"))
+        await asyncio.sleep(0)
+        assert not draining.done()
+        task.cancel()
+        await draining
+        await driver.close()
+
+    run(main())
+
+
+def test_close_hands_out_what_had_ended_before(driver, make_request):
+    async def main():
+        done = replace(await driver.generate(make_request("a", max_tokens=5)), finish_reason="abort")
+        await driver.begin_update("block")
+        resumed = asyncio.ensure_future(
+            driver.generate(replace(make_request("a", max_tokens=5), prefix=done))
+        )
+        await asyncio.sleep(0)
+        await driver.close()
+        assert (await resumed).finish_reason == "length"
+
+    run(main())
+
+
+def test_close_ends_a_drain(driver, make_request):
+    async def main():
+        (task,) = await start(driver, make_request("a", max_tokens=200))
+        draining = asyncio.ensure_future(driver.begin_update("drain"))
+        await asyncio.sleep(0)
+        await driver.close()
+        with pytest.raises(RoleError, match="is closed"):
+            await draining
+        assert (await task).finish_reason == "abort"
 
     run(main())
 

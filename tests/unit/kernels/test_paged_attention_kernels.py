@@ -131,7 +131,7 @@ def prefill(heads, pieces, *, seed=0, **options):
         query.to(DEVICE),
         cache.pool_BSW,
         cache.tables,
-        row_of_piece=torch.arange(len(pieces), **as_int32),
+        slots=torch.arange(len(pieces), **as_int32),
         starts=torch.tensor([start for start, _ in pieces], **as_int32),
         counts=torch.tensor([count for _, count in pieces], **as_int32),
         offsets=torch.tensor(offsets, **as_int32),
