@@ -34,7 +34,7 @@ from headrace.kernels.states import (
 # A number that is one, or a multiple of sixteen, would otherwise be a kernel of its own.
 @triton.jit(do_not_specialize=["num_parts"])
 def decode_kernel(
-    query, key, value, pool, tables, table_rows, lengths, out,
+    query, key, value, pool, tables, slots, lengths, out,
     partial_sums, partial_stats, arrived, begins, prefix_sums, prefix_stats, num_parts, scale,
     query_stride_b, query_stride_h, key_stride_b, key_stride_k, value_stride_b, value_stride_k,
     out_stride_b, out_stride_h, table_stride,
@@ -46,7 +46,7 @@ def decode_kernel(
     head, span, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_spans = tl.num_programs(1)
     length = tl.load(lengths + row)
-    table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
+    table = tables + tl.load(slots + row).to(tl.int64) * table_stride
     prefix, past = tl.load(begins + row) if SHARED else length * 0, tl.maximum(length - 1, 0)
     first, span_rows, num_used = spans_of(past, prefix, num_spans, WINDOW, MIN_SPAN, TILE)
     if span >= num_used:

@@ -105,7 +105,7 @@ def decode_attention(
     value_BKE: torch.Tensor,
     pool_BSW: torch.Tensor,
     tables: torch.Tensor,
-    table_rows_B: torch.Tensor,
+    slots_B: torch.Tensor,
     lengths_B: torch.Tensor,
     *,
     scale: float,
@@ -115,7 +115,7 @@ def decode_attention(
     out_BHE: torch.Tensor,
     workspace: DecodeWorkspace,
 ) -> None:
-    """One query row a sequence. ``tables`` (int32 [slots, blocks]) is read at ``table_rows_B``;
+    """One query row a sequence. ``tables`` (int32 [slots, blocks]) is read at ``slots_B``;
     ``lengths_B`` (int32) counts the key-value rows a query sees, of which the last are ``key_BKD`` and ``value_BKE``;
     it is 0 for a padding row, which gets zeros. Prefixes that are ``shared`` are read once a piece, unless a window
     makes them short anyway."""
@@ -139,7 +139,7 @@ def decode_attention(
     }
     attend_own = partial(
         decode_kernel[(num_kv_heads, num_spans, num_rows)],
-        query_BHD, key_BKD, value_BKE, pool_BSW, tables, table_rows_B, lengths_B, out_BHE,
+        query_BHD, key_BKD, value_BKE, pool_BSW, tables, slots_B, lengths_B, out_BHE,
         workspace.sums, workspace.stats, workspace.arrived, lengths_B if shared is None else shared.begins,
         workspace.prefix_sums, workspace.prefix_stats, workspace.num_prefix_parts(num_rows), scale,
         *query_BHD.stride()[:2], *key_BKD.stride()[:2], *value_BKE.stride()[:2], *out_BHE.stride()[:2],
@@ -151,7 +151,7 @@ def decode_attention(
         attend_own()
         return
     attend_prefixes = partial(
-        _attend_prefixes, query_BHD, pool_BSW, tables, table_rows_B, lengths_B, shared, scale, out_BHE, workspace,
+        _attend_prefixes, query_BHD, pool_BSW, tables, slots_B, lengths_B, shared, scale, out_BHE, workspace,
         heads | {"SPAN_STEP": tile}, num_spans,
     )  # fmt: skip
     _side_by_side(attend_prefixes, attend_own, workspace.side)
@@ -161,7 +161,7 @@ def _attend_prefixes(
     query_BHD: torch.Tensor,
     pool_BSW: torch.Tensor,
     tables: torch.Tensor,
-    table_rows_B: torch.Tensor,
+    slots_B: torch.Tensor,
     lengths_B: torch.Tensor,
     shared: SharedPrefixes,
     scale: float,
@@ -183,7 +183,7 @@ def _attend_prefixes(
         triton.cdiv(num_rows, MAX_MEMBERS),
     )
     prefix_kernel[grid](
-        query_BHD, pool_BSW, tables, table_rows_B, lengths_B, out_BHE,
+        query_BHD, pool_BSW, tables, slots_B, lengths_B, out_BHE,
         shared.begins, shared.members, shared.starts, shared.num_pieces,
         workspace.prefix_sums, workspace.prefix_stats, workspace.arrived, workspace.sums, workspace.stats, num_spans,
         scale, *query_BHD.stride()[:2], *out_BHE.stride()[:2], tables.stride(0),

@@ -30,7 +30,7 @@ from headrace.kernels.states import (
 # A number that is one, or a multiple of sixteen, would otherwise be a kernel of its own.
 @triton.jit(do_not_specialize=["num_spans"])
 def prefix_kernel(
-    query, pool, tables, table_rows, lengths, out, begins, members, starts, num_pieces,
+    query, pool, tables, slots, lengths, out, begins, members, starts, num_pieces,
     sums, stats, arrived, span_sums, span_stats, num_spans, scale,
     query_stride_b, query_stride_h, out_stride_b, out_stride_h, table_stride,
     K: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, M: tl.constexpr,
@@ -49,7 +49,7 @@ def prefix_kernel(
         num_members = tl.load(starts + piece + 1) - first
         # All members have the same rows here, so any of their tables will do.
         leader = tl.load(members + first)
-        table = tables + tl.load(table_rows + leader).to(tl.int64) * table_stride
+        table = tables + tl.load(slots + leader).to(tl.int64) * table_stride
         prefix = tl.load(begins + leader)
         part_rows, num_used_parts = parts_of(prefix, num_parts)
         begin = part * part_rows
