@@ -54,8 +54,8 @@ class CollectiveSender:
         self._store = open_store(host, deadline_s)
         self._meeting = Meeting(host=host, port=self._store.port, deadline_s=deadline_s)
         self._lock = Lock()
-        self._live: dict[tuple[int, str], tuple[int, list[torch.Tensor]]] = {}
-        """By version and kind: the number of the offer, and its bytes in buckets."""
+        self._live: dict[int, tuple[int, list[torch.Tensor]]] = {}
+        """By the number of the offer: its version, and its bytes in buckets."""
         self._num_offers = 0
         self._desk = Desk(self._meeting, self._find, num_expected=num_receivers, settle_s=settle_s)
         Thread(target=self._desk.run, name="weights desk", daemon=True).start()
@@ -69,8 +69,8 @@ class CollectiveSender:
         base_version: int | None = None,
         result: str = "",
     ) -> WeightManifest:
-        """Copy the tensors aside; they can be asked for until ``retire(version)``. Sending a version again
-        replaces what was sent of the same kind."""
+        """Copy the tensors aside; they can be asked for until ``retire(version)``, also where the version is sent
+        again: somebody may still be about to ask for what was sent first."""
         kind = kind or "full"
         layout, sums, buckets = Layout(), [], []
         for tensors in in_buckets(blobs, blob_bytes, _BUCKET_BYTES):
@@ -84,7 +84,7 @@ class CollectiveSender:
             del tensors
         with self._lock:
             self._num_offers += 1
-            self._live[version, kind] = (self._num_offers, buckets)
+            self._live[self._num_offers] = (version, buckets)
         self._desk.busy.set()
         told = {"offer": self._num_offers, "buckets": [len(bucket) for bucket in buckets]}
         return WeightManifest(
@@ -102,7 +102,7 @@ class CollectiveSender:
     def retire(self, version: int) -> None:
         """No longer answer who asks for this version; one that is not held is already retired."""
         with self._lock:
-            self._live = {place: offer for place, offer in self._live.items() if place[0] != version}
+            self._live = {number: offer for number, offer in self._live.items() if offer[0] != version}
             if not self._live:
                 self._desk.busy.clear()
 
@@ -114,7 +114,8 @@ class CollectiveSender:
 
     def _find(self, offer: int) -> list[torch.Tensor] | None:
         with self._lock:
-            return next((buckets for number, buckets in self._live.values() if number == offer), None)
+            found = self._live.get(offer)
+            return None if found is None else found[1]
 
 
 class CollectiveReceiver:

@@ -25,7 +25,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +59,8 @@ class FilesSender:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._live: dict[tuple[int, str], Path] = {}
+        self._live: dict[int, list[Path]] = {}
+        """By version."""
         self._newest_full: tuple[int, Path] | None = None
         bundles = list(_bundles(self._folder))
         self._num_sent = max((number for _, _, number, _ in bundles), default=0)
@@ -75,8 +76,8 @@ class FilesSender:
         base_version: int | None = None,
         result: str = "",
     ) -> WeightManifest:
-        """Write the tensors out; they stay until ``retire(version)``. Sending a version again replaces what
-        was sent of the same kind."""
+        """Write the tensors out; they stay until ``retire(version)``, also where the version is sent again: somebody
+        may still be reading what was sent first."""
         kind = kind or "full"
         self._num_sent += 1
         path = self._folder / f"v{version:08d}-{kind}-{self._num_sent}"
@@ -98,23 +99,22 @@ class FilesSender:
                 f"cannot write version {version} to {self._folder} ({error.strerror}); make room there or choose "
                 "another weights.transport"
             ) from error
-        self._drop(version, kind)
-        self._live[version, kind] = path
+        self._live.setdefault(version, []).append(path)
         if kind == "full":
             self._keep_newest(version, path)
         return manifest
 
     def retire(self, version: int) -> None:
         """Remove the version's files; a version that is not held is already retired."""
-        for held, kind in list(self._live):
-            if held == version:
-                self._drop(version, kind)
+        for path in self._live.pop(version, []):
+            if self._newest_full is None or path != self._newest_full[1]:
+                shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Remove every bundle. The folder itself stays."""
         self._newest_full = None
-        for version, kind in list(self._live):
-            self._drop(version, kind)
+        for version in list(self._live):
+            self.retire(version)
         for *_, path in list(_bundles(self._folder)):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -142,15 +142,10 @@ class FilesSender:
             raise
         return manifest
 
-    def _drop(self, version: int, kind: str) -> None:
-        path = self._live.pop((version, kind), None)
-        if path is not None and (self._newest_full is None or path != self._newest_full[1]):
-            shutil.rmtree(path, ignore_errors=True)
-
     def _keep_newest(self, version: int, path: Path) -> None:
         previous = self._newest_full
         self._newest_full = (version, path)
-        if previous is not None and previous[1] not in self._live.values():
+        if previous is not None and previous[1] not in chain(*self._live.values()):
             shutil.rmtree(previous[1], ignore_errors=True)
 
 
@@ -190,7 +185,8 @@ class FilesReceiver:
         while not (path / MANIFEST).exists():
             # A newer bundle being visible, this one was there and has been removed.
             number = _number(path)
-            newer = any(other > number for _, _, other, _ in _bundles(path.parent))
+            there = path.parent.is_dir()
+            newer = there and any(other > number for _, _, other, _ in _bundles(path.parent))
             if newer or time.monotonic() >= deadline:
                 raise WeightSyncError(_gone(manifest))
             time.sleep(0.02)

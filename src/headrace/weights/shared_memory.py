@@ -24,6 +24,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,8 @@ class SharedMemorySender:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._live: dict[tuple[int, str], _Segment] = {}
+        self._live: dict[int, list[_Segment]] = {}
+        """By version."""
         self._free: list[_Segment] = []
         self._num_created = 0
         self._last_bytes: dict[str, int] = {}
@@ -78,8 +80,8 @@ class SharedMemorySender:
         base_version: int | None = None,
         result: str = "",
     ) -> WeightManifest:
-        """Copy the tensors out; they stay valid until ``retire(version)``. Sending a version again
-        replaces what was sent of the same kind."""
+        """Copy the tensors out; they stay valid until ``retire(version)``, also where the version is sent again:
+        somebody may still be reading what was sent first."""
         kind = kind or "full"
         layout = Layout()
         sums: list[np.ndarray] = []
@@ -98,8 +100,7 @@ class SharedMemorySender:
         checksum = joined_digest(version, layout.slots, sums)
         segment.mark(_WHOLE, version, layout.num_bytes, bytes.fromhex(checksum))
         self._last_bytes[kind] = layout.num_bytes
-        self._free_segment(version, kind)
-        self._live[version, kind] = segment
+        self._live.setdefault(version, []).append(segment)
         return WeightManifest(
             version=version,
             base_version=base_version,
@@ -114,19 +115,13 @@ class SharedMemorySender:
 
     def retire(self, version: int) -> None:
         """Free the version's segments for another; a version that is not held is already retired."""
-        for held, kind in list(self._live):
-            if held == version:
-                self._free_segment(version, kind)
-
-    def _free_segment(self, version: int, kind: str) -> None:
-        segment = self._live.pop((version, kind), None)
-        if segment is not None:
+        for segment in self._live.pop(version, []):
             segment.mark(_FREE, version, 0, bytes(16))
             self._free.append(segment)
 
     def close(self) -> None:
         """Remove every segment. The directory belongs to whoever made it."""
-        for segment in [*self._live.values(), *self._free]:
+        for segment in [*chain(*self._live.values()), *self._free]:
             segment.remove()
         self._live.clear()
         self._free.clear()

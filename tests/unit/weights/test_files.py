@@ -73,13 +73,22 @@ def test_a_late_engine_finds_the_newest_full_bundle(sender, tmp_path):
     assert as_bytes(receiver().receive(found)) == as_bytes(blobs(2))
 
 
-def test_a_version_sent_again_replaces_the_first_of_its_kind(sender):
+def test_a_version_sent_again_leaves_the_first_to_its_readers(sender):
     first, delta = sender.send(1, blobs(1)), sender.send(1, blobs(4), kind="delta", base_version=0)
     second = sender.send(1, blobs(2))
-    with pytest.raises(WeightSyncError, match="version 1 is not in"):
-        receiver().receive(first)
-    assert as_bytes(receiver().receive(second)) == as_bytes(blobs(2))
-    assert as_bytes(receiver().receive(delta)) == as_bytes(blobs(4))
+    for manifest, seed in ((first, 1), (second, 2), (delta, 4)):
+        assert as_bytes(receiver().receive(manifest)) == as_bytes(blobs(seed))
+    sender.send(2, blobs(3))
+    sender.retire(1)
+    for manifest in (first, second, delta):
+        with pytest.raises(WeightSyncError, match="version 1 is not in"):
+            receiver().receive(manifest)
+
+
+def test_a_folder_that_is_not_here_is_named(sender, tmp_path):
+    manifest = replace(sender.send(1, blobs(1)), location=str(tmp_path / "unmounted" / "v00000001-full-1"))
+    with pytest.raises(WeightSyncError, match="or the folder is not shared"):
+        FilesReceiver(visible_s=0.05).receive(manifest)
 
 
 def test_an_unfinished_bundle_is_never_seen_and_swept_by_the_next_sender(tmp_path, monkeypatch):

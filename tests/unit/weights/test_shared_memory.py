@@ -111,12 +111,15 @@ def test_equal_weights_have_equal_digests_whatever_the_segment_held(sender, tmp_
     fresh.close()
 
 
-def test_a_version_sent_again_replaces_the_first(sender):
+def test_a_version_sent_again_leaves_the_first_to_its_readers(sender):
     first = sender.send(1, blobs(1))
     second = sender.send(1, blobs(2))
-    assert as_bytes(SharedMemoryReceiver().receive(second)) == as_bytes(blobs(2))
-    with pytest.raises(WeightSyncError, match="was retired"):
-        SharedMemoryReceiver().receive(first)
+    for manifest, seed in ((first, 1), (second, 2)):
+        assert as_bytes(SharedMemoryReceiver().receive(manifest)) == as_bytes(blobs(seed))
+    sender.retire(1)
+    for manifest in (first, second):
+        with pytest.raises(WeightSyncError, match="was retired"):
+            SharedMemoryReceiver().receive(manifest)
 
 
 def test_small_free_segments_give_way_to_a_larger_one(sender, tmp_path):

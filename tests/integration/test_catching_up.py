@@ -1,0 +1,91 @@
+"""An engine that missed an update gets all weights, while the trainer publishes the same version for everybody."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from headrace.errors import WeightSyncError
+from headrace.runtime.weight_sync import WeightSync
+from headrace.types import TensorBlob
+from headrace.weights.files import FilesReceiver, FilesSender
+from headrace.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+
+WAIT_S = 30.0
+ENDS = {
+    "files": (FilesSender, FilesReceiver),
+    "shared memory": (SharedMemorySender, SharedMemoryReceiver),
+}
+
+
+def blobs(version):
+    return [TensorBlob(name="w", dtype="U8", shape=(4096,), data=np.full(4096, version, np.uint8))]
+
+
+class Trainer:
+    def __init__(self, sender):
+        self.version, self.sender = 1, sender
+
+    async def publish(self, version):
+        return self.sender.send(version, blobs(version))
+
+    async def publish_whole(self):
+        # The step that ran meanwhile is over.
+        self.version = 2
+        return self.sender.send(self.version, blobs(self.version), kind="full")
+
+    async def retire(self, version):
+        self.sender.retire(version)
+
+
+class Engine:
+    """Fails the first update, and is slow to read the one that makes up for it."""
+
+    name = "engine-0"
+
+    def __init__(self, receiver):
+        self.receiver, self.held, self.num_calls = receiver, None, 0
+        self.catching_up, self.may_read = asyncio.Event(), asyncio.Event()
+
+    async def begin_update(self, mode): ...
+
+    async def cancel_update(self): ...
+
+    async def apply(self, manifest):
+        self.num_calls += 1
+        if self.num_calls == 1:
+            raise WeightSyncError("torn once")
+        self.catching_up.set()
+        await self.may_read.wait()
+        (blob,) = self.receiver.receive(manifest)
+        self.held = int(np.frombuffer(blob.data, np.uint8)[0])
+        return manifest.version
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+def test_what_one_engine_catches_up_with_is_there_until_it_is_retired(ends, tmp_path):
+    make_sender, make_receiver = ends
+    sender = make_sender(tmp_path / "weights")
+
+    async def main():
+        engine, warnings = Engine(make_receiver()), []
+        sync = WeightSync(
+            [engine], Trainer(sender), mode="never", deadline_s=WAIT_S, drain_s=WAIT_S, step_s=WAIT_S,
+            warn=warnings.append,
+        )  # fmt: skip
+        landing = asyncio.ensure_future(sync.land(await sync.publish(1)))
+        await engine.catching_up.wait()
+        next_update = await sync.publish(2)
+        engine.may_read.set()
+        await landing
+        assert engine.held == 2 and len(warnings) == 1
+        await sync.land(next_update)
+        assert sync.version == 2
+        await sync.retire(2)
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), WAIT_S))
+    finally:
+        sender.close()
