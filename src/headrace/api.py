@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from typing import Any
 from headrace import build, evaluation, teaching
 from headrace.config import Settings, from_dict
 from headrace.config.parameters import algo_parameters
-from headrace.errors import ConfigError, TaskError
+from headrace.errors import ConfigError, HeadraceError, TaskError
 from headrace.launch.controller_loop import ControllerLoop
 from headrace.observe.console import ConsoleSink
 from headrace.observe.events import Fanout
 from headrace.observe.jsonl import JsonlSink
 from headrace.observe.summary import Summary, summarise
-from headrace.protocols import Environment, Sink, TaskSource
+from headrace.protocols import Cluster, Environment, Sink, TaskSource
 from headrace.run_directory import RunDirectory, latest_checkpoint
 from headrace.runtime.pipeline import Pipeline
 from headrace.runtime.plan import RunPlan
@@ -244,7 +244,7 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
     try:
         sink.emit("phase", {"text": f"starting {settings.engine.count} engine(s) and the trainer"})
         cluster = await build.cluster(settings, inputs.rewards, run_dir=directory.path)
-        try:
+        async with _closing(cluster, sink):
             scorer = build.scorer(settings, inputs.rewards, cluster.scorers)
             pipeline = Pipeline(
                 inputs.plan,
@@ -266,8 +266,6 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
                 state = await pipeline.run()
             sink.emit("run.end", await pipeline.closing())
             await scorer.close()
-        finally:
-            await cluster.close()
     finally:
         sink.close()
     summary = summarise(console.progress)
@@ -279,6 +277,20 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
         rewards=tuple(console.progress.rewards),
         summary=summary,
     )
+
+
+@asynccontextmanager
+async def _closing(cluster: Cluster, sink: Sink) -> AsyncIterator[None]:
+    """Closes it afterwards. A role that cannot close does not hide why the run ended."""
+    try:
+        yield
+    except BaseException:
+        try:
+            await cluster.close()
+        except HeadraceError as error:
+            sink.emit("warning", {"text": f"while the run was ended: {error}"})
+        raise
+    await cluster.close()
 
 
 @contextmanager

@@ -64,6 +64,48 @@ class Engine:
         return manifest.version
 
 
+class Ahead(Engine):
+    """Refuses what is older than what it has, as engines do."""
+
+    async def apply(self, manifest):
+        if self.held is not None and manifest.version < self.held:
+            raise WeightSyncError(f"{manifest.version} is older")
+        return await super().apply(manifest)
+
+
+@pytest.mark.parametrize("mode", ["never", "block", "drain"])
+def test_updates_that_an_engine_is_ahead_of_pass_it_by(tmp_path, mode):
+    sender = FilesSender(tmp_path / "weights")
+
+    async def main():
+        engine, warnings, trainer = Ahead(FilesReceiver()), [], Trainer(sender)
+        engine.may_read.set()
+        sync = WeightSync(
+            [engine],
+            trainer,
+            mode=mode,
+            deadline_s=WAIT_S,
+            drain_s=WAIT_S,
+            step_s=WAIT_S,
+            warn=warnings.append,
+        )
+        first = await sync.publish(0)
+        second = await sync.publish(1)
+        await sync.land(first)
+        assert engine.held == 2
+        num_calls = engine.num_calls
+        await sync.land(second)
+        await sync.land(await sync.publish(2))
+        assert engine.num_calls == num_calls and len(warnings) == 1
+        await sync.land(await sync.publish(3))
+        assert engine.held == 3 and sync.version == 3
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), WAIT_S))
+    finally:
+        sender.close()
+
+
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 def test_what_one_engine_catches_up_with_is_there_until_it_is_retired(ends, tmp_path):
     make_sender, make_receiver = ends

@@ -89,7 +89,7 @@ class RolloutBuffer:
     ) -> tuple[ReadyGroup, ...]:
         """The groups of the step that starts from ``version``. ``on_stale`` ends groups that no step can
         train any more. Waits as long as ``progress`` moves within the plan's ``stall_s``."""
-        seen, self.next_version = -1, version
+        seen, self.next_version = progress(), version
         while True:
             decision = self.decide(version)
             for group in decision.drop:

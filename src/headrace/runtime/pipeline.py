@@ -159,6 +159,7 @@ class Pipeline:
         await self._restore()
         await self._land(await self._sync.publish(self.state.version))
         self._adopt()
+        self._branching.begin()
         self._report.start()
         admission = self._supervisor.spawn(self._admit())
         while self.state.step < self._plan.steps:
@@ -291,7 +292,8 @@ class Pipeline:
         await self._sync.land(manifest)
         for group in groups:
             self._release(group.group)
-        self._branching.begin()
+        if groups:
+            self._branching.begin()
         if result is not None:
             await self._report.step(result, summary or {})
         unneeded = [manifest.version] if self._teachers is None else await self._teachers.landed(manifest)

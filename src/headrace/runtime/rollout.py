@@ -3,7 +3,8 @@
 ``RolloutClient`` is what the environment sees as the policy. Behind ``sample`` it picks an engine,
 resumes from what the journal already holds, and goes on when an engine hands back a partial
 completion because weights arrived. An attempt replayed after a crash gets its finished turns back
-from the journal in order, so an environment only has to be deterministic given its turns.
+from the journal in order, so an environment only has to be deterministic given its turns. A turn that an environment
+gives up on and asks for again goes on where it was.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from headrace.data import completions
 from headrace.data.routing import RouterShape, check_routing
 from headrace.errors import RecordError, TaskError
 from headrace.protocols import Environment
+from headrace.runtime.cancellation import no_stray_cancellation
 from headrace.runtime.journal import Record
 from headrace.runtime.pivots import request_id
 from headrace.runtime.process_rewards import StepWatch
@@ -65,15 +67,44 @@ class RolloutClient:
         self._routers = routers
         self._hold_s = hold_s
         self._next_turn = 0
+        self._asked: np.ndarray | None = None
+        """The prompt of the turn that is under way, or was given up on."""
+        self._is_sampling = False
+        self.was_interrupted = False
+        """Whether the environment was told so, whatever it makes of it."""
 
     @cached_property
     def seed(self) -> int:
         return turn_seed(self._seed, self._live.group, self._attempt, -1)
 
     async def sample(self, prompt_ids: np.ndarray, sampling: Sampling) -> Turn:
-        number, self._next_turn = self._next_turn, self._next_turn + 1
-        if number < len(self._finished):
-            return self._finished[number]
+        self._check_turn(prompt_ids)
+        self._is_sampling = True
+        try:
+            number = self._next_turn
+            if number == len(self._finished):
+                await self._sample(number, prompt_ids, sampling)
+        finally:
+            self._is_sampling = False
+        self._next_turn, self._asked = number + 1, None
+        return self._finished[number]
+
+    def _check_turn(self, prompt_ids: np.ndarray) -> None:
+        task = self._live.task.id
+        if self._is_sampling:
+            raise TaskError(
+                f"environment: it asked for two turns of task {task} at once; await policy.sample before the next, or "
+                "make them attempts of a group"
+            )
+        begun = None if self._unfinished is None else self._asked
+        if begun is not None and not np.array_equal(begun, prompt_ids):
+            raise TaskError(
+                f"environment: it gave up on a turn of task {task} that had begun, and asked for one with another "
+                "prompt; ask for the same again, or end the attempt"
+            )
+        self._asked = prompt_ids
+
+    async def _sample(self, number: int, prompt_ids: np.ndarray, sampling: Sampling) -> None:
         request = Request(
             id=request_id(self._live.group, self._attempt, number),
             prompt_ids=prompt_ids,
@@ -98,7 +129,6 @@ class RolloutClient:
             engine=engine,
         )
         self._record({**self._where(number), "kind": "turn", "value": turn})
-        return self._finished[number]
 
     def _routing_fault(self, routing: Routing, num_tokens: int) -> str:
         """What is wrong with routes of so many tokens; empty: nothing."""
@@ -142,6 +172,7 @@ class RolloutClient:
                 return completion, name
             self._journal(number, completion)
             request = replace(request, prefix=self._unfinished)
+        self.was_interrupted = True
         raise Interrupted
 
     def _grew(self, number: int, prompt_ids: np.ndarray, so_far: Completion) -> None:
@@ -179,8 +210,17 @@ class RolloutClient:
 async def run_attempt(
     environment: Environment, live: LiveGroup, attempt: int, client: RolloutClient
 ) -> Record:
-    """Run the environment; returns the ``episode`` record."""
-    trajectories = await environment.run(live.task, client)
+    """Run the environment; returns the ``episode`` record. Raises Interrupted where the client was, whatever the
+    environment made of it."""
+    with no_stray_cancellation("environment"):
+        try:
+            trajectories = await environment.run(live.task, client)
+        except Exception as error:
+            if client.was_interrupted:
+                raise Interrupted from error
+            raise
+    if client.was_interrupted:
+        raise Interrupted
     turns = live.turns.get(attempt, [])
     fault = _fault(trajectories, turns)
     if fault:

@@ -23,6 +23,7 @@ import numpy as np
 from headrace.data.steps import PROCESS, is_whole
 from headrace.errors import CheckpointError, DeadlineError, InvariantError, RoleError
 from headrace.protocols import ScoreSource
+from headrace.runtime.cancellation import no_stray_cancellation
 from headrace.runtime.journal import Record
 from headrace.runtime.scoring_meter import ScoringMeter
 from headrace.runtime.state import LiveGroup
@@ -137,7 +138,7 @@ class ScoringStage:
     async def _question(self, source: ScoreSource, live: LiveGroup, attempts: tuple[int, ...]) -> None:
         episodes = [live.episodes[attempt] for attempt in attempts]
         async with self._places[source.name]:
-            with self.meter.asking(source.name):
+            with self.meter.asking(source.name), no_stray_cancellation(source.name):
                 columns = await source.score(live.task, episodes)
         check_columns(source.name, live.group, attempts, columns)
         self._record({"kind": "scores", "columns": list(columns)})

@@ -8,7 +8,7 @@ land in order of version. Each wait has a deadline that says which engine was wa
 
 An engine that cannot take a bundle (another base, torn bytes, joined late) goes on with its old weights and is
 named to ``warn``; it then gets all weights, as they are at the trainer's next pause. The update counts as landed
-only when it has them, and one that fails twice ends the run.
+only when it has them, and one that fails twice ends the run. Updates up to what it has by then pass it by.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class WeightSync:
         self._step_s = max(step_s, deadline_s)
         self._warn = warn
         self._landing = asyncio.Lock()
+        self._caught_up: dict[str, int] = {}
+        """By engine, the version it caught up with, which may be ahead of the others'."""
         self.version = -1
         """The version every engine has."""
 
@@ -62,7 +64,10 @@ class WeightSync:
     async def land(self, manifest: WeightManifest) -> None:
         """Apply on every engine."""
         async with self._landing, self._resume_on_failure():
-            missed = await self._update(self._engines, manifest, begin=self._mode in ("drain", "abort"))
+            ahead = [e for e in self._engines if self._caught_up.get(e.name, -1) >= manifest.version]
+            await self._each(ahead, "cancel_update", lambda e: e.cancel_update())
+            due = [e for e in self._engines if e not in ahead]
+            missed = await self._update(due, manifest, begin=self._mode in ("drain", "abort"))
             if missed:
                 await self._catch_up(missed)
             self.version = manifest.version
@@ -87,8 +92,7 @@ class WeightSync:
                 version = await engine.apply(manifest)
             except WeightSyncError as error:
                 return error
-            # An engine that caught up may be ahead by the step that was trained meanwhile.
-            if version >= manifest.version:
+            if version == manifest.version:
                 return None
             return WeightSyncError(
                 f"{engine.name} answered version {version} to an update to {manifest.version}; restart it"
@@ -105,6 +109,7 @@ class WeightSync:
         failed = await self._update(engines, whole, begin=self._mode != "never")
         for error in failed.values():
             raise error
+        self._caught_up |= {engine.name: whole.version for engine in engines}
 
     async def retire(self, version: int) -> None:
         """Give the bytes back. The trainer may be in the middle of a step and answer only after it, so nothing

@@ -211,6 +211,47 @@ def test_a_killed_run_knows_its_pivots_and_outcomes(tmp_path):
     assert len(state.pivots.depths) == len(state.pivots.successes)
 
 
+class SeldomScorer(LastTokenScorer):
+    """So that many groups tell nothing, and pivots wait for room."""
+
+    async def score(self, task, episodes):
+        last = [e.trajectories[0].turns[0].completion.token_ids[-1] for e in episodes]
+        return [{"even": float(token % 6 == 0)} for token in last]
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize("orderly", [False, True], ids=["killed", "stopped"])
+def test_a_run_whose_pivots_wait_goes_on_after_any_end(tmp_path, orderly, max_lag):
+    plan = make_plan(max_lag=max_lag, steps=8, pivots=RULE, drop_zero_variance=True)
+
+    async def life(directory, ends_after=None):
+        engine, trainer = ScriptedEngine(token_s=0.02), ScriptedTrainer(token_s=0.002)
+        pipeline = make_pipeline(
+            directory,
+            plan,
+            engines=[engine],
+            trainer=trainer,
+            environment=Branching1(),
+            scorer=SeldomScorer(),
+        )
+        if ends_after is not None and orderly:
+            asyncio.get_running_loop().call_later(ends_after, pipeline.request_stop)
+        running = asyncio.ensure_future(pipeline.run())
+        if ends_after is None or orderly:
+            return await running
+        await asyncio.wait({running}, timeout=ends_after)
+        pipeline._journal.flush = lambda: None
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return None
+
+    for moment in range(1, 13):
+        directory = tmp_path / str(moment)
+        directory.mkdir()
+        virtual_clock.run(life(directory, ends_after=moment * 0.17))
+        assert virtual_clock.run(life(directory)).step == 8
+
+
 def test_branches_that_began_under_two_versions_are_dropped_by_name(tmp_path):
     """The first branch of every group begins a version earlier than its siblings."""
 

@@ -1,0 +1,166 @@
+"""Environments and scorers that do what was not foreseen: their group pays for it, and the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from harness import MemorySink, OneTurn, ParityScorer, make_pipeline, make_plan
+
+from headrace.engines.scripted import ScriptedEngine
+from headrace.errors import DeadlineError, PromptTooLongError
+from headrace.plan import virtual_clock
+from headrace.types import Sampling, Trajectory
+
+
+def prompt(task, length=1):
+    return np.array([int(task.id)] * length, np.int32)
+
+
+def one(*turns):
+    return (Trajectory(turns=turns, text=""),)
+
+
+class OwnDeadline(OneTurn):
+    """Gives a turn a moment, and then asks for it again."""
+
+    async def run(self, task, policy):
+        try:
+            async with asyncio.timeout(0.05):
+                return one(await policy.sample(prompt(task), self._sampling))
+        except TimeoutError:
+            return one(await policy.sample(prompt(task), self._sampling))
+
+
+class Shortens(OneTurn):
+    async def run(self, task, policy):
+        try:
+            return one(await policy.sample(prompt(task, 10), self._sampling))
+        except PromptTooLongError:
+            return one(await policy.sample(prompt(task), self._sampling))
+
+
+class TwoAtOnce(OneTurn):
+    async def run(self, task, policy):
+        both = [policy.sample(prompt(task), self._sampling) for _ in range(2 if task.id == "2" else 1)]
+        return one(*await asyncio.gather(*both))
+
+
+class ChangesItsMind(OneTurn):
+    async def run(self, task, policy):
+        try:
+            async with asyncio.timeout(0.05 if task.id == "2" else None):
+                return one(await policy.sample(prompt(task), self._sampling))
+        except TimeoutError:
+            return one(await policy.sample(prompt(task, 2), Sampling(max_tokens=4)))
+
+
+class Awaits(OneTurn):
+    """Something that was cancelled elsewhere."""
+
+    async def run(self, task, policy):
+        returned = await super().run(task, policy)
+        if task.id == "2":
+            other = asyncio.create_task(asyncio.sleep(10))
+            other.cancel()
+            await other
+        return returned
+
+
+class AwaitsScorer(ParityScorer):
+    async def score(self, task, episodes):
+        if task.id == "2":
+            raise asyncio.CancelledError
+        return await super().score(task, episodes)
+
+
+class Picky(ScriptedEngine):
+    async def generate(self, request, on_progress=None):
+        if len(request.prompt_ids) > 5:
+            raise PromptTooLongError("too long")
+        return await super().generate(request, on_progress)
+
+
+def run(tmp_path, **given):
+    sink = MemorySink()
+
+    async def whole():
+        return await make_pipeline(tmp_path, make_plan(), sink=sink, engines=[Picky()], **given).run()
+
+    return virtual_clock.run(whole()), sink.of("drop")
+
+
+@pytest.mark.parametrize("environment", [OwnDeadline, Shortens])
+def test_a_turn_that_failed_may_be_asked_for_again(environment, tmp_path):
+    state, drops = run(tmp_path, environment=environment())
+    assert state.step == 6 and not [drop for drop in drops if drop["reason"] == "failed"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"environment": TwoAtOnce()}, "environment: it asked for two turns of task 2 at once"),
+        ({"environment": ChangesItsMind()}, "environment: it gave up on a turn of task 2 that had begun"),
+        ({"environment": Awaits()}, "environment: a CancelledError came out of it"),
+        ({"scorer": AwaitsScorer()}, "a CancelledError came out of it"),
+    ],
+    ids=["two at once", "another prompt", "cancelled elsewhere", "scorer"],
+)
+def test_its_group_alone_is_dropped(given, said, tmp_path):
+    state, drops = run(tmp_path, **given)
+    assert state.step == 6
+    (drop,) = [drop for drop in drops if drop["reason"] == "failed"]
+    assert drop["group"] == 2 and said in drop["detail"]
+
+
+class Swallows(OneTurn):
+    """Makes the best of whatever goes wrong."""
+
+    async def run(self, task, policy):
+        turns = []
+        for _ in range(4):
+            try:
+                turns.append(await policy.sample(prompt(task), self._sampling))
+            except Exception:
+                break
+            await asyncio.sleep(0.05)
+        return one(*turns)
+
+
+class Wraps(OneTurn):
+    async def run(self, task, policy):
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(super().run(task, policy))
+        return running.result()
+
+
+@pytest.mark.parametrize(("environment", "num_turns"), [(Swallows, 4), (Wraps, 1)])
+def test_a_stop_is_no_end_of_an_attempt(environment, num_turns, tmp_path):
+    sink = MemorySink()
+    plan = make_plan(steps=50, groups_per_step=4, max_lag=2)
+
+    async def stopped():
+        pipeline = make_pipeline(tmp_path, plan, sink=sink, environment=environment())
+        asyncio.get_running_loop().call_later(0.33, pipeline.request_stop)
+        return await pipeline.run()
+
+    state = virtual_clock.run(stopped())
+    assert state.step < 50 and state.groups
+    ended = [episode for live in state.groups.values() for episode in live.episodes.values()]
+    assert all(len(episode.trajectories[0].turns) == num_turns for episode in ended)
+    assert not [drop for drop in sink.of("drop") if drop["reason"] == "failed"]
+
+
+def test_a_stall_is_noticed_when_it_has_lasted_so_long(tmp_path):
+    class Never(OneTurn):
+        async def run(self, task, policy):
+            await asyncio.sleep(1e5)
+
+    async def whole():
+        plan = make_plan(attempt_s=1e6, stall_s=600, sync_s=150)
+        with pytest.raises(DeadlineError, match="nothing moved for 600 s"):
+            await make_pipeline(tmp_path, plan, environment=Never()).run()
+        return asyncio.get_running_loop().time()
+
+    assert virtual_clock.run(whole()) < 900
