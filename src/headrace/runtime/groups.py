@@ -49,8 +49,8 @@ from headrace.types import DropReason, Episode, EpisodeGroup
 
 FATAL = (InvariantError, RoleError, CheckpointError, WeightSyncError)
 """Faults of the run itself; anything else is the group's own and ends only the group."""
-_Attempts = dict[asyncio.Task[None], int]
-"""Attempts under way, by their tasks."""
+_Attempts = dict[asyncio.Task[None], RolloutClient]
+"""Attempts under way, and how each talks to the policy, by their tasks."""
 
 
 class _Unusable(Exception):
@@ -94,6 +94,8 @@ class GroupRunner:
         """To engines; nobody waits for an answer."""
         self._settling: dict[int, asyncio.Timeout] = {}
         """How long groups wait for scores: until they are told to end."""
+        self._stops: dict[int, asyncio.Future[None]] = {}
+        """Done when a running group is to stop, whatever its attempts are busy with."""
         self._ending: dict[int, DropReason] = {}
         self._released: set[int] = set()
         """Parts of running groups that the buffer has got."""
@@ -104,6 +106,7 @@ class GroupRunner:
             self._router.bind(live.group, live.task.pivot.engine)
         if live.quorum:
             self._released.add(live.group)
+        self._stops[live.group] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._run(live), name=f"group {live.group}")
         self._tasks[live.group] = task
         task.add_done_callback(lambda t: self._finished(live.group, t))
@@ -140,7 +143,10 @@ class GroupRunner:
         self._notify(self._router.release_holds(engine, request_ids))
 
     def _abort(self, group: int) -> None:
-        """Engines hand back what they have; scores are not waited for any longer."""
+        """Engines hand back what they have; scores, and environments that are busy, are not waited for any longer."""
+        stop = self._stops.get(group)
+        if stop is not None and not stop.done():
+            stop.set_result(None)
         patience = self._settling.pop(group, None)
         if patience is not None:
             patience.reschedule(asyncio.get_running_loop().time())
@@ -152,7 +158,7 @@ class GroupRunner:
         task.add_done_callback(self._notices.discard)
 
     def _finished(self, group: int, task: asyncio.Task[None]) -> None:
-        del self._tasks[group]
+        del self._tasks[group], self._stops[group]
         self._released.discard(group)
         self._router.forget(group)
         self._forget_scores(group)
@@ -187,7 +193,8 @@ class GroupRunner:
             self._scoring.attempt_ended(live, attempt)
         known = {*live.quorum, *live.episodes}
         missing = [a for a in range(live.num_attempts) if a not in known]
-        return {asyncio.create_task(self._attempt(live, a)): a for a in missing}
+        clients = [self._client(live, attempt) for attempt in missing]
+        return {asyncio.create_task(self._attempt(live, client)): client for client in clients}
 
     async def _parts(self, live: LiveGroup, tasks: _Attempts) -> None:
         """The quorum first, then those that were late; all at once where nobody is."""
@@ -204,18 +211,21 @@ class GroupRunner:
 
     async def _until_ended(self, live: LiveGroup, tasks: _Attempts, needed: int, deadline: float) -> None:
         """Until so many attempts that are not released have ended well."""
-        clock, everyone = asyncio.get_running_loop().time, live.num_attempts - len(live.quorum)
-        how = asyncio.FIRST_EXCEPTION if needed == everyone else asyncio.FIRST_COMPLETED
+        clock, stop = asyncio.get_running_loop().time, self._stops[live.group]
         while True:
             errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
             if not errors and len(live.episodes) >= needed:
                 return
             if errors or deadline <= clock():
                 break
+            if stop.done():
+                raise Interrupted
             running = [task for task in tasks if not task.done()]
-            await asyncio.wait(running, timeout=deadline - clock(), return_when=how)
+            await asyncio.wait(
+                [*running, stop], timeout=deadline - clock(), return_when=asyncio.FIRST_COMPLETED
+            )
         if not errors:
-            late = min(attempt for task, attempt in tasks.items() if not task.done())
+            late = min(client.attempt for task, client in tasks.items() if not task.done())
             text = (
                 f"attempt {live.group}/{late} took longer than rollout.attempt_s = {self._plan.attempt_s:g} s"
             )
@@ -224,16 +234,16 @@ class GroupRunner:
         raise (real or errors)[0]
 
     async def _hand_back(self, live: LiveGroup, tasks: _Attempts) -> None:
-        """Until the attempts that still run, which stop too, have told what they sampled: parts are trained or dropped
-        whole."""
-        running = [task for task in tasks if not task.done()]
+        """Until the attempts that still sample, which stop too, have told what they sampled: parts are trained or
+        dropped whole."""
+        running = [task for task, client in tasks.items() if not task.done() and client.is_sampling]
         if running:
             self._ending.setdefault(live.group, "failed")
             await self._router.abort(live.group)
             await asyncio.wait(running, timeout=self._plan.sync_s)
 
-    async def _attempt(self, live: LiveGroup, attempt: int) -> None:
-        client = RolloutClient(
+    def _client(self, live: LiveGroup, attempt: int) -> RolloutClient:
+        return RolloutClient(
             live,
             attempt,
             router=self._router,
@@ -244,14 +254,16 @@ class GroupRunner:
             hold_s=self._plan.attempt_s if self._plan.pivots is not None and not live.is_branch else 0.0,
             watch=None if self._process is None else self._process.watch(live, attempt),
         )
+
+    async def _attempt(self, live: LiveGroup, client: RolloutClient) -> None:
         meter = self._scoring.meter
         meter.attempt_began()
         try:
-            episode = await run_attempt(self._environment, live, attempt, client)
+            episode = await run_attempt(self._environment, live, client)
         finally:
             meter.attempt_ended()
         self._record(episode)
-        self._scoring.attempt_ended(live, attempt)
+        self._scoring.attempt_ended(live, client.attempt)
 
     async def _release(self, live: LiveGroup, attempts: list[int]) -> bool:
         """Score these attempts and put them into the buffer; false: they cannot be told apart, and the others may yet

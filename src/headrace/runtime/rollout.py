@@ -58,7 +58,7 @@ class RolloutClient:
         end the attempt early; None: nobody looks before the end. ``routers``: of the model that samples; None: not
         known. What it computes is held for ``hold_s`` afterwards, for others to branch off."""
         self._live = live
-        self._attempt = attempt
+        self.attempt = attempt
         self._router = router
         self._record = record
         self._seed = seed
@@ -69,29 +69,29 @@ class RolloutClient:
         self._next_turn = 0
         self._asked: np.ndarray | None = None
         """The prompt of the turn that is under way, or was given up on."""
-        self._is_sampling = False
+        self.is_sampling = False
         self.was_interrupted = False
         """Whether the environment was told so, whatever it makes of it."""
 
     @cached_property
     def seed(self) -> int:
-        return turn_seed(self._seed, self._live.group, self._attempt, -1)
+        return turn_seed(self._seed, self._live.group, self.attempt, -1)
 
     async def sample(self, prompt_ids: np.ndarray, sampling: Sampling) -> Turn:
         self._check_turn(prompt_ids)
-        self._is_sampling = True
+        self.is_sampling = True
         try:
             number = self._next_turn
             if number == len(self._finished):
                 await self._sample(number, prompt_ids, sampling)
         finally:
-            self._is_sampling = False
+            self.is_sampling = False
         self._next_turn, self._asked = number + 1, None
         return self._finished[number]
 
     def _check_turn(self, prompt_ids: np.ndarray) -> None:
         task = self._live.task.id
-        if self._is_sampling:
+        if self.is_sampling:
             raise TaskError(
                 f"environment: it asked for two turns of task {task} at once; await policy.sample before the next, or "
                 "make them attempts of a group"
@@ -106,10 +106,10 @@ class RolloutClient:
 
     async def _sample(self, number: int, prompt_ids: np.ndarray, sampling: Sampling) -> None:
         request = Request(
-            id=request_id(self._live.group, self._attempt, number),
+            id=request_id(self._live.group, self.attempt, number),
             prompt_ids=prompt_ids,
             sampling=sampling,
-            seed=turn_seed(self._seed, self._live.group, self._attempt, number),
+            seed=turn_seed(self._seed, self._live.group, self.attempt, number),
             prefix=self._unfinished,
             hold_s=self._hold_s,
             fork=self._fork(number, prompt_ids),
@@ -195,21 +195,19 @@ class RolloutClient:
         return completion if known is None else completions.tail(completion, known.num_tokens)
 
     def _where(self, number: int) -> dict[str, int]:
-        return {"group": self._live.group, "attempt": self._attempt, "turn": number}
+        return {"group": self._live.group, "attempt": self.attempt, "turn": number}
 
     @property
     def _finished(self) -> list[Turn]:
-        return self._live.turns.get(self._attempt, [])
+        return self._live.turns.get(self.attempt, [])
 
     @property
     def _unfinished(self) -> Completion | None:
         """What the journal holds of the running turn; None: nothing."""
-        return self._live.unfinished.get(self._attempt)
+        return self._live.unfinished.get(self.attempt)
 
 
-async def run_attempt(
-    environment: Environment, live: LiveGroup, attempt: int, client: RolloutClient
-) -> Record:
+async def run_attempt(environment: Environment, live: LiveGroup, client: RolloutClient) -> Record:
     """Run the environment; returns the ``episode`` record. Raises Interrupted where the client was, whatever the
     environment made of it."""
     with no_stray_cancellation("environment"):
@@ -221,14 +219,14 @@ async def run_attempt(
             raise
     if client.was_interrupted:
         raise Interrupted
-    turns = live.turns.get(attempt, [])
+    turns = live.turns.get(client.attempt, [])
     fault = _fault(trajectories, turns)
     if fault:
         raise TaskError(f"environment: what it returned for task {live.task.id} {fault}")
     return {
         "kind": "episode",
         "group": live.group,
-        "attempt": attempt,
+        "attempt": client.attempt,
         "trajectories": [_by_number(trajectory, turns) for trajectory in trajectories],
     }
 

@@ -164,3 +164,44 @@ def test_a_stall_is_noticed_when_it_has_lasted_so_long(tmp_path):
         return asyncio.get_running_loop().time()
 
     assert virtual_clock.run(whole()) < 900
+
+
+class LongTool(OneTurn):
+    """Some attempts are at a tool for minutes."""
+
+    def __init__(self, is_slow):
+        super().__init__()
+        self._is_slow = is_slow
+
+    async def run(self, task, policy):
+        returned = await super().run(task, policy)
+        if self._is_slow(task, policy):
+            await asyncio.sleep(500)
+        return returned
+
+
+def test_a_stale_group_at_a_tool_holds_nobody_up(tmp_path):
+    sink = MemorySink()
+    plan = make_plan(attempt_s=600, stall_s=600, sync_s=150, staleness="drop")
+
+    async def whole():
+        environment = LongTool(lambda task, policy: task.id == "2")
+        state = await make_pipeline(tmp_path, plan, environment=environment, sink=sink).run()
+        return state, asyncio.get_running_loop().time()
+
+    state, seconds = virtual_clock.run(whole())
+    assert state.step == 6 and seconds < 100
+    assert [drop["reason"] for drop in sink.of("drop") if drop["group"] == 2] == ["stale"]
+
+
+def test_a_run_that_ends_leaves_no_attempt_without_a_fate(tmp_path):
+    plan = make_plan(attempt_s=600, stall_s=600, sync_s=150, max_lag=4, group_size=8, quorum=0.8, steps=3)
+
+    async def whole():
+        environment = LongTool(lambda task, policy: int(task.id) >= 4 and policy.attempt == 0)
+        state = await make_pipeline(tmp_path, plan, environment=environment).run()
+        return state, asyncio.get_running_loop().time()
+
+    state, seconds = virtual_clock.run(whole())
+    assert state.step == 3 and seconds < 100
+    assert not state.groups and not state.ledger.attempts().get("generating")
