@@ -379,7 +379,8 @@ class StepResult:
     """Version of the weights after the step."""
     num_loss_tokens: int
     skipped: str | None = None
-    """Why the optimizer was not stepped (non-finite gradient, ...); None: it was."""
+    """Why the optimizer was not stepped (non-finite gradient, ...), or not for one of several minibatches; None: it
+    was for all."""
     warning: str | None = None
     """What people should hear about the step at once; None: nothing."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -373,6 +373,7 @@ def test_syntax_error_names_the_line(tmp_path):
         (["trainer.offload=moments", "lora.rank=4"], ["trainer.offload", "lora.rank is 4", "or all"]),
         (["weights.bundle=delta", "lora.rank=4"], ["weights.bundle is delta", "lora.rank is 4", "= auto"]),
         (["trainer.warmup_steps=101"], ["trainer.warmup_steps", "run.steps = 100"]),
+        (["trainer.warmup_steps=100", "trainer.schedule=linear"], ["the whole run", "below run.steps = 100"]),
         (["algo.options.kl.estimator=k2"], ["kl.estimator", "kl is not in use"]),
         (["algo.kl_coef=0.1", "algo.options.kl.estimator=k1"], ["kl.estimator", "one of k2, k3"]),
         (

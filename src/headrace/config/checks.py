@@ -161,6 +161,11 @@ def _batch(s: Settings) -> Iterator[str]:
             f"trainer.warmup_steps is {s.trainer.warmup_steps}, longer than the whole run: set it to at most "
             f"run.steps = {s.run.steps}."
         )
+    elif s.trainer.schedule != "constant" and s.trainer.warmup_steps == s.run.steps:
+        yield (
+            f"trainer.warmup_steps is the whole run, which leaves nothing for trainer.schedule = {s.trainer.schedule}: "
+            f"set it below run.steps = {s.run.steps}, or the schedule to constant."
+        )
 
 
 def _ranks(s: Settings) -> Iterator[str]:

@@ -3,8 +3,8 @@
 In: the routers' logits and choices for a row. Out: for each sequence the sum over experts of (share of the
 tokens that chose it) x (mean probability it was given), times the number of experts, and the mean over layers:
 1 when every expert is used alike, E / K when the same ones always are. Each sequence stands for itself
-(arXiv 2412.19437, eq. 17), so rows and ranks may cut a batch in any way. A shared prompt counts once, for its
-first continuation.
+(arXiv 2412.19437, eq. 17), so rows and ranks may cut a batch in any way that leaves prompts with their continuations.
+A shared prompt counts once, for its first continuation: where prompts are shared the loss is another.
 
 Legend: T tokens of the row that are computed, S its sequences, E experts, K chosen for each token.
 """

@@ -44,10 +44,13 @@ class Echo:
             num_environment_tokens=logprobs_E.numel(),
         )
 
-    def metrics(self, records: Sequence[RowRecord], ranks: Ranks = ALONE) -> dict[str, float]:
+    def metrics(
+        self, records: Sequence[RowRecord], ranks: Ranks = ALONE, *, num_updates: int = 1
+    ) -> dict[str, float]:
+        """Of the loss the mean over so many minibatches."""
         outcomes = [record.outcome for record in records]
         loss, num_tokens = ranks.totals(
             float(sum(o.environment.double() for o in outcomes if o.environment is not None)),
             sum(o.num_environment_tokens for o in outcomes),
         )
-        return {"environment_loss": loss, "environment_tokens": num_tokens}
+        return {"environment_loss": loss / num_updates, "environment_tokens": num_tokens}

@@ -40,20 +40,22 @@ LAG_BUCKETS = ((0, 0), (1, 1), (2, 3), (4, 7), (8, None))
 
 
 def step_metrics(
-    records: Sequence[RowRecord], objective: Objective, ranks: Ranks = ALONE
+    records: Sequence[RowRecord], objective: Objective, ranks: Ranks = ALONE, *, num_updates: int = 1
 ) -> dict[str, float]:
-    """Empty when no row had a loss token."""
+    """Empty when no row had a loss token. Each of ``num_updates`` minibatches is normalised by itself, so of the losses
+    the mean over them is told."""
     causes = objective.causes
     columns = [_token_columns(record, causes) for record in records]
     tokens_NC = ranks.join(_joined(columns, columns=6 + len(causes)))
     outcomes = [record.outcome for record in records]
     names = objective.component_names
-    loss, balance, divergence, *values = ranks.totals(
+    sums = ranks.totals(
         float(sum(outcome.loss.detach().double() for outcome in outcomes)),
         float(sum(outcome.balance for outcome in outcomes if outcome.balance is not None)),
         float(sum(outcome.distillation for outcome in outcomes if outcome.distillation is not None)),
         *(float(sum(o.values[name].double() for o in outcomes if name in o.values)) for name in names),
     )
+    loss, balance, divergence, *values = (total / num_updates for total in sums)
     spans_S = ranks.join(_joined([_version_spans(record.inputs) for record in records]))
     behavior = behavior_metrics(starts(records), ranks)
     if not len(tokens_NC):

@@ -25,6 +25,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from headrace.errors import CheckpointError
+
 FILE_BYTES = 2 << 30
 _LAYER = re.compile(r".*?\.\d+\.")
 
@@ -142,10 +144,21 @@ def open_files(directory: Path, stem: str) -> dict[str, SavedTensor] | None:
     paths = sorted(directory.glob(f"{stem}*.safetensors"))
     if not paths:
         return None
+    _check_numbered(directory, stem, paths)
     for path in paths:
         file = safe_open(path, framework="pt")
         saved |= {label: SavedTensor(file, label) for label in file.keys()}  # noqa: SIM118
     return saved
+
+
+def _check_numbered(directory: Path, stem: str, paths: Sequence[Path]) -> None:
+    """Of files that say how many they are, all must be there."""
+    told = [found for path in paths if (found := re.fullmatch(rf"{stem}-\d+-of-(\d+)", path.stem))]
+    if told and len(told) != int(told[0][1]):
+        raise CheckpointError(
+            f"checkpoint {directory}: {len(told)} of {int(told[0][1])} files of {stem} are there; copy the checkpoint "
+            "whole, or remove it to resume from the one before"
+        )
 
 
 def _files(weights: SlicedWeights, entries: Sequence[Entry], file_bytes: int) -> list[list[Entry]]:

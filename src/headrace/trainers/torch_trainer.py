@@ -3,9 +3,9 @@
 In: a causal language model and ``TrainBatch`` objects in order. Out: ``StepResult``, published weights,
 checkpoints. Every token of an optimizer step is weighed by one normaliser, counted before the first
 backward, so rows may be cut in any way; gradients accumulate over the rows and the optimizer moves once
-per minibatch. A step that is not finite is never applied: it raises, or is skipped and says so, and the
-version advances either way. ``model`` holds float32 weights, ``policy`` is what is computed and published:
-the same model in float32, a copy in bf16. Where several ranks train together, each holds a slice of the
+per minibatch. A minibatch that is not finite is never applied: it raises, those before it having been applied, or is
+skipped and says so, and the version advances. ``model`` holds float32 weights, ``policy`` is what is computed and
+published: the same model in float32, a copy in bf16. Where several ranks train together, each holds a slice of the
 weights, is given its share of every batch, and all take every decision alike. With ``lora`` the weights that
 are trained, kept and published are an adapter's alone, and the reference of a KL term is the policy without
 it. On a GPU the policy's layers are compiled, and those that do not fit into memory are recomputed in the
@@ -153,7 +153,7 @@ class TorchTrainer:
         records: list[RowRecord] = []
         norms: list[float] = []
         faults: list[str] = []
-        num_updates = 0
+        num_updates = num_trained = 0
         with self.ledger.activity("forward-backward"):
             left_out: dict[str, float] = {}
             if self.objective.option("truncated.mode") == "mask":
@@ -177,11 +177,13 @@ class TorchTrainer:
                         "or set trainer.on_nonfinite to skip"
                     )
                 num_updates += reason is None
+                num_trained += reason != _NOTHING
                 if reason is not None and reason != _NOTHING:
                     faults.append(name + reason)
-            metrics = step_metrics(records, self.objective, self._ranks) | left_out
+            each = {"num_updates": max(num_trained, 1)}
+            metrics = step_metrics(records, self.objective, self._ranks, **each) | left_out
             metrics |= {} if self._tally is None else self._tally.metrics(self._ranks)
-            metrics |= {} if self._echo is None else self._echo.metrics(records, self._ranks)
+            metrics |= {} if self._echo is None else self._echo.metrics(records, self._ranks, **each)
         num_loss_tokens, num_rows = self._ranks.totals(
             sum(record.policy_logprobs_N.numel() for record in records), len(records)
         )
@@ -353,8 +355,17 @@ class TorchTrainer:
     def accumulate(
         self, rows: Sequence[TrainRow], *, before_update: bool, update_follows: bool = True
     ) -> list[RowRecord]:
-        """Add the gradients of every row to the model's. Where no update follows, the memory of the
-        optimizer's moments need not be kept free."""
+        """Add the gradients of every row to the model's, or of none where one raises. Where no update follows, the
+        memory of the optimizer's moments need not be kept free."""
+        try:
+            return self._accumulate(rows, before_update=before_update, update_follows=update_follows)
+        except BaseException:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
+
+    def _accumulate(
+        self, rows: Sequence[TrainRow], *, before_update: bool, update_follows: bool
+    ) -> list[RowRecord]:
         self._fit(rows, update_follows=update_follows)
         distillation = self._options.distillation
         compared = distillation is not None and distillation.compares

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headrace.algos.catalog import LOSSES
@@ -17,6 +18,7 @@ from headrace.bench.train import random_samples
 from headrace.errors import CheckpointError, ConfigError, InvariantError, TrainingError
 from headrace.models.loading import make_tiny_model
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
+from headrace.trainers.logprobs import RowTensors, TokenValues
 from headrace.trainers.torch_trainer import TorchTrainer
 from headrace.types import Sample, SamplingMask, TrainBatch
 
@@ -200,6 +202,52 @@ def test_minibatches_move_the_weights_several_times_for_one_version(
     assert result.version == 1
     counts = {float(state["step"]) for state in trainer.optimizer.state.values()}
     assert counts == {3.0}
+
+
+def test_losses_of_minibatches_are_averaged(build: Build, make_batch: MakeBatch) -> None:
+    batch = make_batch(num_samples=6)
+    alike = tuple(replace(batch.samples[0], group=i) for i in range(6))
+    found = [
+        build(minibatches=count, learning_rate=0.0).step(replace(batch, samples=alike)).metrics["loss"]
+        for count in (1, 2, 3)
+    ]
+    assert found[0] != 0.0
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+
+
+def test_a_row_that_fails_leaves_no_gradient_behind(
+    build: Build, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch(num_samples=6)
+    expected = build(row_tokens=16).step(batch).metrics["grad_norm"]
+    trainer, calls = build(row_tokens=16), []
+    values = trainer._weights.values
+
+    def fails_once(row: RowTensors) -> TokenValues:
+        calls.append(row)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no room")
+        return values(row)
+
+    monkeypatch.setattr(trainer._weights, "values", fails_once)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.step(batch)
+    assert trainer.step(batch).metrics["grad_norm"] == expected
+
+
+def test_a_checkpoint_that_lacks_a_file_is_refused(
+    build: Build, make_batch: MakeBatch, tmp_path: Path
+) -> None:
+    trainer = build()
+    trainer.step(make_batch())
+    trainer.save(tmp_path)
+    state = load_file(tmp_path / "optimizer.safetensors")
+    (tmp_path / "optimizer.safetensors").unlink()
+    save_file(state, tmp_path / "optimizer-00001-of-00002.safetensors")
+    with pytest.raises(
+        CheckpointError, match="1 of 2 files of optimizer are there; copy the checkpoint whole"
+    ):
+        build().load(tmp_path)
 
 
 def test_metrics_against_their_definitions(
