@@ -236,8 +236,8 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         "truncated.mode",
         "keep",
-        "completions cut off at the length limit: `keep` them, `mask` them (not trained on, not counted), or "
-        "`penalise` them",
+        "samples whose last completion was cut off at the length limit: `keep` them, `mask` them (not trained on, not "
+        "counted), or `penalise` them",
         choices=("keep", "mask", "penalise"),
     ),
     Parameter("truncated.penalty", 1.0, "reward they lose under `penalise`", above=0),

@@ -70,8 +70,10 @@ class LinkedWeights:
             return
         async with self._looking:
             folder = self._link.resolve()
-            # A version tells two sets of weights apart, so there is one change a version at most.
-            if folder != self._seen and version > await self.current():
+            # A version tells two sets of weights apart, so there is one change a version at most. What was announced
+            # and has not arrived is announced again.
+            current = await self.current()
+            if (folder != self._seen or self._announced is not None) and version > current:
                 self._seen = folder
                 await self._give(folder, version)
 

@@ -117,7 +117,11 @@ class ProcessScorer:
         self._waiting.append((question, answer))
         if self._worker is None:
             self._worker = asyncio.create_task(self._work(), name=f"{self.name} passes")
-        return await answer
+        try:
+            return await answer
+        finally:
+            # A pass may never end, and what was given up meanwhile must not pile up behind it.
+            self._waiting = [pair for pair in self._waiting if pair[1] is not answer]
 
     async def _work(self) -> None:
         try:

@@ -104,7 +104,8 @@ def train_rows(
 
 
 def without_truncated(parts: Sequence[TrainBatch], ranks: Ranks) -> tuple[list[TrainBatch], float]:
-    """The minibatches without completions that were cut off at their length, and the share of tokens left out."""
+    """The minibatches without samples that end with a completion cut off at its length, and the share of tokens left
+    out."""
     kept = [
         replace(part, samples=tuple(s for s in part.samples if s.finish_reason != "length")) for part in parts
     ]

@@ -97,6 +97,19 @@ def test_an_engine_that_takes_too_long_is_named_and_what_it_has_is_asked(link):
     assert (before, after, num_swaps) == (0, 1, 1)
 
 
+def test_what_did_not_arrive_in_time_is_given_again(link):
+    async def main():
+        weights = LinkedWeights(engine := FolderEngine(read_s=9.0), link, deadline_s=5.0)
+        point(link, "2")
+        await weights.look(1)
+        assert (await weights.current(), engine.number) == (0, -1.0)
+        engine.read_s = 1.0
+        await weights.look(2)
+        assert (await weights.current(), engine.number, weights.num_swaps) == (2, -2.0, 1)
+
+    virtual_clock.run(main())
+
+
 def test_a_call_that_is_given_up_sooner_ends_nothing(link):
     """Calls to another process have a deadline of their own."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -131,3 +132,29 @@ def test_what_is_given_up_while_it_waits_is_not_computed():
         return core.passes
 
     assert asyncio.run(main()) == [["b"]]
+
+
+def test_what_is_given_up_behind_a_pass_that_hangs_does_not_pile_up():
+    hangs, ends = threading.Event(), threading.Event()
+
+    class Hangs(Passes):
+        def score(self, questions):
+            hangs.set()
+            assert ends.wait(30)
+            return super().score(questions)
+
+    async def main():
+        scorer = ProcessScorer(Hangs(), threaded=True)
+        first = asyncio.create_task(scorer.score_steps(question(attempt="a")))
+        await asyncio.to_thread(hangs.wait, 30)
+        others = [asyncio.create_task(scorer.score_steps(question(attempt=str(i)))) for i in range(20)]
+        await asyncio.sleep(0)
+        for asked in others:
+            asked.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        assert not scorer._waiting
+        ends.set()
+        await first
+        await scorer.close()
+
+    asyncio.run(main())
