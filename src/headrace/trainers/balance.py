@@ -3,10 +3,10 @@
 In: the routers' logits and choices for a row. Out: for each sequence the sum over experts of (share of the
 tokens that chose it) x (mean probability it was given), times the number of experts, and the mean over layers:
 1 when every expert is used alike, E / K when the same ones always are. Each sequence stands for itself
-(arXiv 2412.19437, eq. 17), so rows and ranks may cut a batch in any way that leaves prompts with their continuations.
-A shared prompt counts once, for its first continuation: where prompts are shared the loss is another.
+(arXiv 2412.19437, eq. 17), so rows and ranks may cut a batch in any way. A shared prompt is computed once and counts
+for every sequence that it begins.
 
-Legend: T tokens of the row that are computed, S its sequences, E experts, K chosen for each token.
+Legend: T tokens of the row that are computed, G its segments, S its sequences, E experts, K chosen for each token.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class ExpertBalance:
             logits_TE, _, experts_TK = output
             self._heard.append((router, logits_TE, experts_TK))
 
-    def loss(self, sequence_T: torch.Tensor, num_sequences: int) -> torch.Tensor:
-        """The sum over the row's sequences."""
+    def loss(self, segment_T: torch.Tensor, prefix_S: torch.Tensor) -> torch.Tensor:
+        """The sum over the row's sequences; segments are numbered as in ``logprobs.RowTensors``."""
         layers = [
-            imbalance(_probabilities(router, logits_TE.float()), experts_TK, sequence_T, num_sequences)
+            imbalance(_probabilities(router, logits_TE.float()), experts_TK, segment_T, prefix_S)
             for router, logits_TE, experts_TK in self._heard
         ]
         self._heard.clear()
@@ -62,16 +62,24 @@ class ExpertBalance:
 
 
 def imbalance(
-    probs_TE: torch.Tensor, experts_TK: torch.Tensor, sequence_T: torch.Tensor, num_sequences: int
+    probs_TE: torch.Tensor, experts_TK: torch.Tensor, segment_T: torch.Tensor, prefix_S: torch.Tensor
 ) -> torch.Tensor:
     """One layer's."""
     num_experts = probs_TE.shape[1]
     chosen_TE = torch.zeros_like(probs_TE).scatter_(1, experts_TK, 1.0 / experts_TK.shape[1]).detach()
-    lengths_S1 = torch.bincount(sequence_T, minlength=num_sequences).clamp(min=1)[:, None]
-    zeros_SE = probs_TE.new_zeros(num_sequences, num_experts)
-    shares_SE = zeros_SE.index_add(0, sequence_T, chosen_TE) / lengths_S1
-    means_SE = zeros_SE.index_add(0, sequence_T, probs_TE) / lengths_S1
+    lengths_S1 = _over_sequences(torch.ones_like(probs_TE[:, :1]), segment_T, prefix_S).clamp(min=1)
+    shares_SE, means_SE = (
+        _over_sequences(part_TE, segment_T, prefix_S) / lengths_S1 for part_TE in (chosen_TE, probs_TE)
+    )
     return num_experts * (shares_SE * means_SE).sum()
+
+
+def _over_sequences(values_TE: torch.Tensor, segment_T: torch.Tensor, prefix_S: torch.Tensor) -> torch.Tensor:
+    """[S, E], summed over the tokens of each sequence, those it shares with others included."""
+    num_sequences = prefix_S.shape[0]
+    zeros_GE = values_TE.new_zeros(2 * num_sequences + 1, values_TE.shape[1])
+    sums_GE = zeros_GE.index_add(0, segment_T, values_TE)
+    return sums_GE[:num_sequences] + sums_GE[prefix_S]
 
 
 def _probabilities(router: nn.Module, logits_TE: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,10 @@ class RowTensors:
     targets_N: torch.Tensor
     temperatures_N: torch.Tensor
     sequence_N: torch.Tensor
-    sequence_T: torch.Tensor
+    segment_T: torch.Tensor
+    """The segment of each computed token: those that end the sequences come first and in order, then prefixes."""
+    prefix_S: torch.Tensor
+    """The segment each sequence begins with, if that is another; else twice the number of sequences, which is none."""
     num_sequences: int
     kept: KeptSets | None
     """The kept sets of the loss tokens; None: all were drawn from the whole vocabulary."""
@@ -99,7 +102,8 @@ def row_tensors(row: PackedRow, *, device: torch.device | str, with_environment:
         targets_N=put(row.token_ids[loss_tokens]),
         temperatures_N=put(row.temperatures[loss_tokens]),
         sequence_N=put(row.sequence[loss_tokens]),
-        sequence_T=put(row.sequence[computed]),
+        segment_T=put(_numbered_segments(row)[computed]),
+        prefix_S=put(_numbered_prefixes(row)),
         num_sequences=row.num_sequences,
         kept=None
         if row.sampling_mask is None
@@ -107,6 +111,18 @@ def row_tensors(row: PackedRow, *, device: torch.device | str, with_environment:
         routes=_row_routes(row, computed, device),
         environment=_environment_tokens(row, num_before, device) if with_environment else None,
     )
+
+
+def _numbered_segments(row: PackedRow) -> np.ndarray:
+    """int64 [T], as ``RowTensors.segment_T`` numbers them."""
+    num_prefixes, num_sequences = row.parents.size - row.num_sequences, row.num_sequences
+    numbers = np.concatenate((num_sequences + np.arange(num_prefixes), np.arange(num_sequences)))
+    return np.repeat(numbers, np.diff(row.cu_seqlens))
+
+
+def _numbered_prefixes(row: PackedRow) -> np.ndarray:
+    parents, num_sequences = row.parents[-row.num_sequences :], row.num_sequences
+    return np.where(parents < 0, 2 * num_sequences, num_sequences + parents)
 
 
 def _environment_tokens(

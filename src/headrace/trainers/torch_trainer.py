@@ -426,7 +426,7 @@ class TorchTrainer:
     def _with_balance(self, outcome: RowOutcome, row: TrainRow) -> RowOutcome:
         if self._balance is None:
             return outcome
-        imbalance = self._balance.loss(row.tensors.sequence_T, row.tensors.num_sequences) * row.sequence_share
+        imbalance = self._balance.loss(row.tensors.segment_T, row.tensors.prefix_S) * row.sequence_share
         return replace(
             outcome, loss=outcome.loss + self._options.balance_coef * imbalance, balance=imbalance.detach()
         )

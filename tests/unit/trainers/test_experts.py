@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from headrace.bench.step_workload import StepWorkload
+from headrace.bench.train import random_samples
 from headrace.errors import ModelError
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.models.routers import routers, use_float_routers
@@ -96,14 +98,32 @@ def test_imbalance_is_one_for_even_use_and_adds_up_over_sequences() -> None:
     even_TE = torch.full((8, 4), 0.25)
     spread_TK = torch.tensor([[0, 1], [2, 3]] * 4)
     alone_T = torch.zeros(8, dtype=torch.int64)
-    assert float(imbalance(even_TE, spread_TK, alone_T, 1)) == pytest.approx(1.0)
+    no_prefix = [torch.full((count,), 2 * count) for count in (0, 1, 2)]
+    assert float(imbalance(even_TE, spread_TK, alone_T, no_prefix[1])) == pytest.approx(1.0)
     greedy_TE = torch.tensor([[0.5, 0.5, 0.0, 0.0]] * 8)
     same_TK = torch.tensor([[0, 1]] * 8)
-    assert float(imbalance(greedy_TE, same_TK, alone_T, 1)) == pytest.approx(2.0)
+    assert float(imbalance(greedy_TE, same_TK, alone_T, no_prefix[1])) == pytest.approx(2.0)
     two_T = torch.arange(8) // 4
     probs_TE = torch.rand(8, 4).softmax(-1)
-    parts = [imbalance(probs_TE[i : i + 4], spread_TK[i : i + 4], alone_T[:4], 1) for i in (0, 4)]
-    assert float(imbalance(probs_TE, spread_TK, two_T, 2)) == pytest.approx(float(sum(parts)))
+    parts = [imbalance(probs_TE[i : i + 4], spread_TK[i : i + 4], alone_T[:4], no_prefix[1]) for i in (0, 4)]
+    assert float(imbalance(probs_TE, spread_TK, two_T, no_prefix[2])) == pytest.approx(float(sum(parts)))
+
+
+@pytest.mark.parametrize("row_tokens", [1000, 90, 60])
+def test_shared_prompts_count_for_every_sample(row_tokens: int, sender: Any, tmp_path: Path) -> None:
+    tiny(tmp_path, "qwen3_moe")
+    workload = StepWorkload(num_groups=2, group_size=3, prompt_tokens=20, completion_tokens=9)
+    samples = random_samples(workload, vocab_size=32)
+    batch = TrainBatch(step=1, version=0, samples=tuple(samples))
+    found = []
+    for shared in (False, True):
+        trainer = TorchTrainer(
+            load_model(tmp_path), sender=sender, ledger=TimeLedger(TRAINER_ACTIVITIES), row_tokens=row_tokens,
+            balance_coef=1.0, share_prefixes=shared,
+        )  # fmt: skip
+        trainer.accumulate(trainer.prepare(batch)[0], before_update=True)
+        found.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
+    assert (found[1] - found[0]).norm() < 1e-4 * found[0].norm()
 
 
 @pytest.mark.parametrize("num_recomputed", [0, 2])
