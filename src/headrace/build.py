@@ -29,6 +29,7 @@ from headrace.envs.single_turn import SingleTurn
 from headrace.errors import ConfigError, ModelError, TaskError
 from headrace.launch.inline import InlineCluster
 from headrace.launch.local import LocalCluster, LocalLauncher, RoleSpec
+from headrace.launch.proxies import deadlines
 from headrace.launch.role_methods import RoleKind
 from headrace.model_paths import found_model
 from headrace.protocols import Environment, Scorer, TaskSource
@@ -50,6 +51,7 @@ _SHARE_BESIDE_TRAINER = 0.4
 _JOURNAL_TOKENS = 32
 _JOURNAL_REPORTS_PER_S = 500.0
 _STEP_TOKENS = 8
+_CALL_MARGIN_S = 60.0
 SCORED_TOKENS = 1024
 """Tokens a reference scores in one pass, whose logits are held whole."""
 
@@ -430,10 +432,17 @@ async def _start(
         roles,
         log_dir=run_dir / "logs",
         start_deadline_s=settings.run.stall_s,
+        deadlines_s=deadlines(_longest_wait_s(settings)),
         directory=directory,
         num_minibatches=settings.trainer.minibatches,
     )
     return await launcher.spawn()
+
+
+def _longest_wait_s(settings: Settings) -> float:
+    """More than any deadline that is set for a call to a role; a reward may be asked for twice."""
+    longest = max(settings.run.stall_s, settings.rollout.attempt_s, 2 * settings.reward.timeout_s)
+    return longest + _CALL_MARGIN_S
 
 
 def _trainer_roles(settings: Settings, told: Mapping[str, Any]) -> list[RoleSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from headrace import build, roles
 from headrace.algos.pivots import PivotRule
 from headrace.config import from_dict
 from headrace.config.parameters import algo_parameters, loss_options, pivot_parameters
+from headrace.launch.proxies import DEADLINES_S
 from headrace.models.loading import make_tiny_model
 
 
@@ -113,3 +115,22 @@ def test_versions_that_wait_for_a_late_teacher_need_room_too(monkeypatch):
     assert build.route(from_dict(plain), version_bytes=100).transport == "shared_memory"
     assert build.route(from_dict({**plain, **late}), version_bytes=75).transport == "shared_memory"
     assert build.route(from_dict({**plain, **late}), version_bytes=100).transport == "files"
+
+
+@pytest.mark.parametrize("name", ["run.stall_s", "rollout.attempt_s", "reward.timeout_s"])
+def test_no_call_is_given_up_before_a_deadline_that_is_set(name, monkeypatch, tmp_path):
+    class Launcher:
+        def __init__(self, roles, **given):
+            told.update(given["deadlines_s"])
+
+        async def spawn(self):
+            return None
+
+    told: dict[str, float] = {}
+    monkeypatch.setattr(build, "LocalLauncher", Launcher)
+    make_tiny_model(tmp_path / "model", vocab_size=64)
+    asyncio.run(
+        build.cluster(from_dict({name: 9000.0, "model.path": str(tmp_path / "model")}), (), run_dir=tmp_path)
+    )
+    assert min(told[call] for call in ("generate", "apply", "score", "step", "begin_update")) > 9000.0
+    assert told["abort"] == DEADLINES_S["abort"]

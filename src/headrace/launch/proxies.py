@@ -56,6 +56,13 @@ DEADLINES_S: Mapping[str, float] = MappingProxyType(
 )
 """Upper bounds for a role that hangs. A role answers between two pieces of work, so even ``status`` may have
 to wait for the end of a long one; whoever can wait less puts its own deadline around the call."""
+_SHORT = ("abort", "release", "cancel_update", "close")
+"""Nobody sets a deadline for these."""
+
+
+def deadlines(longest_s: float) -> Mapping[str, float]:
+    """The bounds of a run in which deadlines are set up to so long: none of those is cut short here."""
+    return {name: bound if name in _SHORT else max(bound, longest_s) for name, bound in DEADLINES_S.items()}
 
 
 class RemoteEngine:
