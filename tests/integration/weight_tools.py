@@ -3,6 +3,7 @@ it, and digests of what either computes with."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -217,7 +218,7 @@ def _damage_files(sender: WeightSender, manifest: WeightManifest) -> None:
 
 def _damage_offer(sender: WeightSender, manifest: WeightManifest) -> None:
     carrier = getattr(sender, "_carrier", sender)
-    _, buckets = carrier._live[manifest.version, manifest.kind]
+    _, buckets = carrier._live[json.loads(manifest.location)["offer"]]
     place = _largest(manifest).offset
     for bucket in buckets:
         if 0 <= place < len(bucket):
