@@ -70,6 +70,7 @@ class RolloutClient:
         self._asked: np.ndarray | None = None
         """The prompt of the turn that is under way, or was given up on."""
         self.is_sampling = False
+        """Whether the environment waits for a turn, and not for something of its own."""
         self.was_interrupted = False
         """Whether the environment was told so, whatever it makes of it."""
 
@@ -102,7 +103,8 @@ class RolloutClient:
                 f"environment: it gave up on a turn of task {task} that had begun, and asked for one with another "
                 "prompt; ask for the same again, or end the attempt"
             )
-        self._asked = prompt_ids
+        # A copy: an environment may write its next prompt into the same array.
+        self._asked = np.array(prompt_ids)
 
     async def _sample(self, number: int, prompt_ids: np.ndarray, sampling: Sampling) -> None:
         request = Request(
