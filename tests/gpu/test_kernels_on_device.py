@@ -296,3 +296,44 @@ def test_a_gradient_is_added_with_the_bits_of_torch(shape):
     expected = total + term.float()
     add_to(total, term)
     assert torch.equal(total, expected)
+
+
+# (hidden size, inner width) of Qwen2 0.5B, 1.5B and 7B, and one whose width ends within a tile.
+@pytest.mark.parametrize(("hidden", "width"), [(896, 4864), (1536, 8960), (3584, 18944), (520, 1000)])
+@pytest.mark.parametrize("num_rows", [1, 16, 24, 64, 65, 200, 512, 1000])
+@pytest.mark.parametrize("keep", [False, True])
+def test_gated_products_in_a_graph_follow_their_inputs(hidden, width, num_rows, keep):
+    from headrace.kernels.gated import gated_product
+
+    x = torch.zeros((num_rows, hidden), device=CUDA, dtype=torch.bfloat16)
+    whole = torch.zeros((2 * width, hidden), device=CUDA, dtype=torch.bfloat16)
+    outputs = []
+    graph = captured(lambda: outputs.append(gated_product(x, whole, keep=keep)))
+    inner, kept = outputs[-1]
+    for _ in range(2):
+        x.normal_(), whole.normal_(std=hidden**-0.5)
+        graph.replay()
+        gate, up = (x.float() @ whole.float().T).chunk(2, -1)
+        right = torch.nn.functional.silu(gate) * up
+        # One rounding of the result; with both products rounded before, it would be 1.7 times as far.
+        assert (inner.float() - right).norm() / right.norm() < 1.1 * (
+            right.bfloat16().float() - right
+        ).norm() / right.norm()
+        if kept is not None:
+            products = torch.cat((gate, up), -1)
+            assert (kept.float() - products).norm() / products.norm() < 3e-3
+
+
+def test_gate_gradients_at_the_size_of_a_row():
+    from headrace.kernels.gated import gate_gradients
+
+    num_rows, width = 8_702, 8_960
+    products = torch.randn((num_rows, 2 * width), device=CUDA).bfloat16()
+    grad = torch.randn((num_rows, width), device=CUDA).bfloat16()
+    right = products.float().requires_grad_()
+    gate, up = right.chunk(2, -1)
+    value = torch.nn.functional.silu(gate) * up
+    value.backward(grad.float())
+    grads, inner = gate_gradients(grad, products)
+    assert (grads.float() - right.grad).norm() / right.grad.norm() < 3e-3
+    assert (inner.float() - value).norm() / value.norm() < 3e-3

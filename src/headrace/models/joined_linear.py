@@ -19,7 +19,8 @@ from torch import nn
 from headrace.models.joined_product import joined_product
 
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
-_TOGETHER = (QUERY_KEY_VALUE, ("gate_proj", "up_proj"))
+GATE_UP = ("gate_proj", "up_proj")
+_TOGETHER = (QUERY_KEY_VALUE, GATE_UP)
 
 
 def join_linears(model: nn.Module, together: Sequence[Sequence[str]] = _TOGETHER) -> int:

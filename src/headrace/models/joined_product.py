@@ -41,13 +41,13 @@ def _joined_product(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    _check_memory(whole, weights)
+    check_memory(whole, weights)
     if whole_bias is not None:
-        _check_memory(whole_bias, biases)
+        check_memory(whole_bias, biases)
     return F.linear(x, whole, whole_bias)
 
 
-def _check_memory(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def check_memory(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """A model that was copied or moved after its layers were joined would go on computing with weights that no
     update reaches."""
     place = whole.data_ptr()

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from headrace.data.packing import pack
 from headrace.errors import InvariantError
-from headrace.models.joined_linear import QUERY_KEY_VALUE, JoinedLinear
+from headrace.models.joined_linear import GATE_UP, QUERY_KEY_VALUE, JoinedLinear
 from headrace.models.lora import LoraSpec
 from headrace.models.tensors import as_tensor
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
@@ -141,7 +141,7 @@ def test_only_narrow_copies_of_a_model_that_is_trained_whole_are_joined(make_mod
     trainer = build(make_model(), kl="k2", kl_coef=0.05)
     reference = trainer._reference
     assert reference is not None
-    assert [num_joined(m) for m in (trainer.policy, trainer.model, reference.policy)] == [6, 0, 6]
+    assert [num_joined(m) for m in (trainer.policy, trainer.model, reference.policy)] == [10, 0, 10]
     with pytest.raises(InvariantError, match="copy it first"):
         compute_copy(trainer.policy, torch.bfloat16)
     assert num_joined(build(make_model(), compute_dtype="fp32").policy) == 0
@@ -152,9 +152,10 @@ def test_a_joined_policy_trains_like_one_whose_layers_are_apart(
     make_model: MakeModel, make_batch: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined = build(make_model())
-    monkeypatch.setattr(placement, "join_linears", lambda *_: 0)
+    for changing in ("join_linears", "fuse_gated_layers"):
+        monkeypatch.setattr(placement, changing, lambda *_: 0)
     apart = build(make_model())
-    assert (num_joined(joined.policy), num_joined(apart.policy)) == (6, 0)
+    assert (num_joined(joined.policy), num_joined(apart.policy)) == (10, 0)
     (row,) = pack(make_batch(1).samples, row_tokens=10_000)
     found = []
     for trainer in (joined, apart, build(make_model(), compute_dtype="fp32")):
@@ -165,8 +166,9 @@ def test_a_joined_policy_trains_like_one_whose_layers_are_apart(
         found.append((logprobs.detach(), gradients))
         trainer.optimizer.zero_grad()
     for mine, other, exact in zip(*found, strict=True):
-        # Sums are taken in another order, and an input's gradient is rounded once instead of three times.
-        assert float((mine - other).norm() / exact.norm()) < 0.01
+        # Sums are taken in another order, an input's gradient is rounded once instead of three times, and a gated layer
+        # rounds less: they differ by no more than bfloat16 differs from float32.
+        assert float((mine - other).norm() / exact.norm()) < 0.02
         assert float((mine - exact).norm()) < 1.1 * float((other - exact).norm())
     results = [[trainer.step(make_batch(step)).metrics for step in (1, 2, 3)] for trainer in (joined, apart)]
     for one, other in zip(*results, strict=True):
@@ -186,9 +188,8 @@ def test_a_joined_policy_computes_with_what_it_publishes(
         (sent[name].data != old.data).any() for name, old in sender.sent[0].items() if "q_proj" in name
     )
     for layer in trainer.policy.model.layers:
-        whole, _ = layer.self_attn.q_proj.joined
-        assert torch.equal(
-            whole, torch.cat([layer.self_attn.get_submodule(n).weight for n in QUERY_KEY_VALUE])
-        )
+        for part, names in ((layer.self_attn, QUERY_KEY_VALUE), (layer.mlp, GATE_UP)):
+            whole, _ = part.get_submodule(names[0]).joined
+            assert torch.equal(whole, torch.cat([part.get_submodule(n).weight for n in names]))
     for name, parameter in trainer.policy.named_parameters():
         assert parameter.is_contiguous() and torch.equal(as_tensor(sent[name]), parameter)

@@ -1,0 +1,182 @@
+"""A gated layer's first two products and what is made of them, at the speed of either memory or arithmetic.
+
+In: rows, and one matrix whose upper half gives the gate and whose lower half what is let through. Out: silu(gate) * up,
+taken of the products as they were summed: neither is rounded before. For a backward both are written down too, rounded,
+and from them come the gradients, with the layer's inner values computed once more instead of being kept.
+
+A few rows are bound by the way of the weights through memory: there the matrix is the left operand, whose tiles may not
+be narrower than 64, and the rows are the right one. Many are bound by arithmetic. In between, torch's product in
+float32 and a pass over it are quicker than either (docs/benchmarks.md); so they are everywhere but on Hopper.
+
+Shape legend: T rows, I inputs, W inner width, O = 2 W; M rows and N columns of a tile, K inputs at a time.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_FEW_ROWS, _MANY_ROWS = 64, 512
+_CAPABILITY = 9
+"""Hopper's, whose copies of whole tiles the product uses; on later GPUs it has not been tried."""
+_COLUMNS = 1024
+"""Of a program that passes over products."""
+
+
+class Tiles(NamedTuple):
+    rows: int
+    columns: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+    weights_left: bool
+    together: int
+    """Tiles of rows that are computed side by side, so that they find their weights in the cache."""
+
+
+_MANY = Tiles(128, 128, 64, 8, 4, False, 8)
+
+
+def gated_product(
+    x_TI: torch.Tensor, whole_OI: torch.Tensor, *, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[T, W] of dense rows and a dense matrix of one dtype, and with ``keep`` both products, [T, O]."""
+    tiles = _tiles(x_TI, keep)
+    if tiles is None:
+        wide_TO = torch.mm(x_TI, whole_OI.t(), out_dtype=torch.float32)
+        return gate(wide_TO, x_TI.dtype), wide_TO.to(x_TI.dtype) if keep else None
+    return tiled_product(x_TI, whole_OI, tiles, keep=keep)
+
+
+def tiled_product(
+    x_TI: torch.Tensor, whole_OI: torch.Tensor, tiles: Tiles, *, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same by the one kernel, in these tiles."""
+    (num_rows, num_inputs), width = x_TI.shape, whole_OI.shape[0] // 2
+    inner_TW = x_TI.new_empty((num_rows, width))
+    products_TO = x_TI.new_empty((num_rows, 2 * width)) if keep else None
+    grid = (triton.cdiv(num_rows, tiles.rows) * triton.cdiv(width, tiles.columns),)
+    if num_rows:
+        _gated_product[grid](
+            TensorDescriptor.from_tensor(x_TI, [tiles.rows, tiles.inputs]),
+            TensorDescriptor.from_tensor(whole_OI, [tiles.columns, tiles.inputs]),
+            inner_TW, inner_TW if products_TO is None else products_TO, num_rows,
+            W=width, INPUTS=num_inputs, M=tiles.rows, N=tiles.columns, K=tiles.inputs, TOGETHER=tiles.together,
+            WEIGHTS_LEFT=tiles.weights_left, KEEP=keep, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+    return inner_TW, products_TO
+
+
+def gate(products_TO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[T, W] in ``dtype`` of dense products."""
+    num_rows, width = products_TO.shape[0], products_TO.shape[1] // 2
+    inner_TW = products_TO.new_empty((num_rows, width), dtype=dtype)
+    if num_rows:
+        _gate[(triton.cdiv(width, _COLUMNS), num_rows)](products_TO, inner_TW, W=width, N=_COLUMNS)
+    return inner_TW
+
+
+def gate_gradients(grad_TW: torch.Tensor, products_TO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of both products, [T, O], from that of what was made of them, and that itself once more, [T, W]."""
+    num_rows, width = grad_TW.shape
+    inner_TW, grads_TO = torch.empty_like(grad_TW), torch.empty_like(products_TO)
+    if num_rows:
+        grid = (triton.cdiv(width, _COLUMNS), num_rows)
+        _gate_gradients[grid](grad_TW, products_TO, grads_TO, inner_TW, W=width, N=_COLUMNS)
+    return grads_TO, inner_TW
+
+
+def _tiles(x_TI: torch.Tensor, keep: bool) -> Tiles | None:
+    num_rows, num_inputs = x_TI.shape
+    # Rows of a matrix that is copied in tiles begin at multiples of 16 bytes.
+    if _capability(x_TI.device) != _CAPABILITY or num_inputs * x_TI.itemsize % 16:
+        return None
+    if num_rows <= _FEW_ROWS:
+        return Tiles(max(16, triton.next_power_of_2(num_rows)), 64, 64, 4, 4, True, 1)
+    # What is trained with is seldom so few rows that it would matter.
+    return _MANY if keep or num_rows >= _MANY_ROWS else None
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated_product(
+    x, whole, inner, products, num_rows,
+    W: tl.constexpr, INPUTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    TOGETHER: tl.constexpr, WEIGHTS_LEFT: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """``x`` and ``whole`` hand out tiles, zeros beyond their edges."""
+    NUM_COLUMNS: tl.constexpr = (W + N - 1) // N
+    block = tl.program_id(0) // (TOGETHER * NUM_COLUMNS)
+    within = tl.program_id(0) % (TOGETHER * NUM_COLUMNS)
+    num_together = tl.minimum(tl.cdiv(num_rows, M) - block * TOGETHER, TOGETHER)
+    row = (block * TOGETHER + within % num_together) * M
+    column = within // num_together * N
+    gate_sum = tl.zeros([N, M] if WEIGHTS_LEFT else [M, N], tl.float32)
+    up_sum = tl.zeros([N, M] if WEIGHTS_LEFT else [M, N], tl.float32)
+    for k in range(0, INPUTS, K):
+        x_MK = x.load([row, k])
+        gate_NK = whole.load([column, k])
+        up_NK = whole.load([W + column, k])
+        if WEIGHTS_LEFT:
+            gate_sum = tl.dot(gate_NK, x_MK.T, gate_sum)
+            up_sum = tl.dot(up_NK, x_MK.T, up_sum)
+        else:
+            gate_sum = tl.dot(x_MK, gate_NK.T, gate_sum)
+            up_sum = tl.dot(x_MK, up_NK.T, up_sum)
+    if WEIGHTS_LEFT:
+        gate_sum, up_sum = tl.trans(gate_sum), tl.trans(up_sum)
+    row_M, column_N = row + tl.arange(0, M), column + tl.arange(0, N)
+    there_MN = (row_M < num_rows)[:, None] & (column_N < W)[None, :]
+    place_M1 = row_M.to(tl.int64)[:, None]
+    if KEEP:
+        at_MN = products + place_M1 * (2 * W) + column_N[None, :]
+        tl.store(at_MN, gate_sum.to(products.dtype.element_ty), mask=there_MN)
+        tl.store(at_MN + W, up_sum.to(products.dtype.element_ty), mask=there_MN)
+    made_MN = gate_sum * _sigmoid(gate_sum) * up_sum
+    tl.store(inner + place_M1 * W + column_N[None, :], made_MN.to(inner.dtype.element_ty), mask=there_MN)
+
+
+@triton.jit
+def _gate(products, inner, W: tl.constexpr, N: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    column_N = tl.program_id(0) * N + tl.arange(0, N)
+    there_N = column_N < W
+    at_N = products + row * (2 * W) + column_N
+    gate_N = tl.load(at_N, mask=there_N, other=0.0).to(tl.float32)
+    up_N = tl.load(at_N + W, mask=there_N, other=0.0).to(tl.float32)
+    made_N = gate_N * _sigmoid(gate_N) * up_N
+    tl.store(inner + row * W + column_N, made_N.to(inner.dtype.element_ty), mask=there_N)
+
+
+@triton.jit
+def _gate_gradients(grad, products, grads, inner, W: tl.constexpr, N: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    column_N = tl.program_id(0) * N + tl.arange(0, N)
+    there_N = column_N < W
+    at_N, place_N = row * (2 * W) + column_N, row * W + column_N
+    gate_N = tl.load(products + at_N, mask=there_N, other=0.0).to(tl.float32)
+    up_N = tl.load(products + at_N + W, mask=there_N, other=0.0).to(tl.float32)
+    grad_N = tl.load(grad + place_N, mask=there_N, other=0.0).to(tl.float32)
+    sigmoid_N = _sigmoid(gate_N)
+    silu_N = gate_N * sigmoid_N
+    slope_N = sigmoid_N + silu_N * (1.0 - sigmoid_N)
+    dtype = grads.dtype.element_ty
+    tl.store(grads + at_N, (grad_N * up_N * slope_N).to(dtype), mask=there_N)
+    tl.store(grads + at_N + W, (grad_N * silu_N).to(dtype), mask=there_N)
+    tl.store(inner + place_N, (silu_N * up_N).to(dtype), mask=there_N)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))

@@ -1,0 +1,70 @@
+"""Kernels of gated layers against float64, whatever the edges of their tiles cut off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import DEVICE, HALF, TOLERANCE, relative_error, require_kernels
+from torch.nn import functional as F
+
+require_kernels()
+
+from headrace.kernels.gated import Tiles, gate, gate_gradients, tiled_product  # noqa: E402
+
+FEW, MANY = Tiles(16, 64, 64, 4, 3, True, 1), Tiles(64, 64, 32, 4, 3, False, 2)
+
+
+def layer(num_rows: int, num_inputs: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows and weights on the device, and both products in float64."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((num_rows, num_inputs), generator=generator).to(HALF)
+    whole = (torch.randn((2 * width, num_inputs), generator=generator) * num_inputs**-0.5).to(HALF)
+    return x.to(DEVICE), whole.to(DEVICE), x.double() @ whole.double().T
+
+
+def made(products: torch.Tensor) -> torch.Tensor:
+    of_gate, up = products.chunk(2, -1)
+    return F.silu(of_gate) * up
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("tiles", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "width"), [(1, 64, 64), (13, 72, 80), (150, 128, 192), (300, 40, 72)]
+)
+def test_products_are_those_of_float64(tiles, keep, num_rows, num_inputs, width):
+    x, whole, products = layer(num_rows, num_inputs, width)
+    inner, kept = tiled_product(x, whole, tiles, keep=keep)
+    assert relative_error(inner, made(products)) < TOLERANCE[HALF]
+    assert (kept is None) != keep
+    if kept is not None:
+        assert relative_error(kept, products) < TOLERANCE[HALF]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (5, 1024), (3, 1500)])
+def test_a_pass_over_products(dtype, num_rows, width):
+    products = torch.randn((num_rows, 2 * width), device=DEVICE).to(dtype)
+    inner = gate(products, HALF)
+    assert inner.dtype == HALF
+    assert relative_error(inner, made(products.cpu().double())) < TOLERANCE[HALF]
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (5, 1024), (3, 1500)])
+def test_gradients_are_those_of_float64(num_rows, width):
+    products = torch.randn((num_rows, 2 * width), device=DEVICE).to(HALF)
+    grad = torch.randn((num_rows, width), device=DEVICE).to(HALF)
+    right = products.cpu().double().requires_grad_()
+    value = made(right)
+    value.backward(grad.cpu().double())
+    grads, inner = gate_gradients(grad, products)
+    assert relative_error(grads, right.grad) < TOLERANCE[HALF]
+    assert relative_error(inner, value.detach()) < TOLERANCE[HALF]
+
+
+def test_no_rows_give_no_rows():
+    x, whole, _ = layer(0, 64, 64)
+    inner, kept = tiled_product(x, whole, FEW, keep=True)
+    assert inner.shape == (0, 64) and kept is not None and kept.shape == (0, 128)
+    grads, again = gate_gradients(inner, kept)
+    assert grads.shape == (0, 128) and again.shape == (0, 64) and gate(kept, HALF).shape == (0, 64)
