@@ -300,7 +300,7 @@ def test_a_gradient_is_added_with_the_bits_of_torch(shape):
 
 # (hidden size, inner width) of Qwen2 0.5B, 1.5B and 7B, and one whose width ends within a tile.
 @pytest.mark.parametrize(("hidden", "width"), [(896, 4864), (1536, 8960), (3584, 18944), (520, 1000)])
-@pytest.mark.parametrize("num_rows", [1, 16, 24, 64, 65, 200, 512, 1000])
+@pytest.mark.parametrize("num_rows", [1, 16, 24, 64, 65, 200, 300, 512, 1000])
 @pytest.mark.parametrize("keep", [False, True])
 def test_gated_products_in_a_graph_follow_their_inputs(hidden, width, num_rows, keep):
     from headrace.kernels.gated import gated_product

@@ -23,7 +23,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_FEW_ROWS, _MANY_ROWS = 64, 512
+_FEW_ROWS = 64
+_NARROW = 2048
+"""Inputs of a narrow model, whose products are quick and the pass over them a larger part of the whole."""
 _CAPABILITY = 9
 """Hopper's, whose copies of whole tiles the product uses; on later GPUs it has not been tried."""
 _COLUMNS = 1024
@@ -98,10 +100,11 @@ def _tiles(x_TI: torch.Tensor, keep: bool) -> Tiles | None:
     # Rows of a matrix that is copied in tiles begin at multiples of 16 bytes.
     if _capability(x_TI.device) != _CAPABILITY or num_inputs * x_TI.itemsize % 16:
         return None
+    narrow = num_inputs <= _NARROW
     if num_rows <= _FEW_ROWS:
-        return Tiles(max(16, triton.next_power_of_2(num_rows)), 64, 64, 4, 4, True, 1)
+        return Tiles(max(16, triton.next_power_of_2(num_rows)), 64, 64 if narrow else 128, 4, 4, True, 1)
     # What is trained with is seldom so few rows that it would matter.
-    return _MANY if keep or num_rows >= _MANY_ROWS else None
+    return _MANY if keep or num_rows >= (288 if narrow else 512) else None
 
 
 @cache
