@@ -252,7 +252,11 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
         "overlong.penalty", 1.0, "reward lost by a completion that fills all of `rollout.max_tokens`", above=0
     ),
     Parameter(
-        "guard.effective_samples", 0.1, "share of effective samples below which the guard acts", at_least=0
+        "guard.effective_samples",
+        0.1,
+        "share of effective samples below which the guard acts",
+        at_least=0,
+        at_most=1,
     ),
     Parameter(
         "guard.mismatch", 0.1, "mean |log prox - log behavior| of fresh tokens above which it acts", above=0
@@ -263,6 +267,7 @@ OTHER_PARAMETERS: tuple[Parameter, ...] = (
         "share of recorded tokens whose experts would now be others, in a mixture's worst layer, above which it acts; "
         "1: never",
         at_least=0,
+        at_most=1,
     ),
     Parameter(
         "kl.estimator",

@@ -30,6 +30,7 @@ class Parameter:
     meaning: str
     at_least: float | None = None
     above: float | None = None
+    at_most: float | None = None
     choices: tuple[str, ...] = ()
 
     @property
@@ -47,6 +48,8 @@ class Parameter:
         if isinstance(self.default, tuple):
             return "a list of texts"
         kind = "a whole number" if isinstance(self.default, int) else "a number"
+        if self.at_least is not None and self.at_most is not None:
+            return f"{kind} from {self.at_least:g} to {self.at_most:g}"
         if self.at_least is not None:
             return f"{kind} of at least {self.at_least:g}"
         return kind if self.above is None else f"{kind} above {self.above:g}"
@@ -58,6 +61,8 @@ class Parameter:
             return isinstance(value, list | tuple) and all(isinstance(text, str) for text in value)
         numbers = int if isinstance(self.default, int) else (int, float)
         if isinstance(value, bool) or not isinstance(value, numbers) or not isfinite(value):
+            return False
+        if self.at_most is not None and value > self.at_most:
             return False
         high_enough = self.at_least is None or value >= self.at_least
         return high_enough and (self.above is None or value > self.above)

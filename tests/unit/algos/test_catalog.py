@@ -72,6 +72,13 @@ def test_parameters_are_unique_belong_to_someone_and_accept_their_defaults() -> 
         assert parameter.accepts(parameter.default)
 
 
+@pytest.mark.parametrize("name", ["guard.effective_samples", "guard.route_flips"])
+def test_a_share_is_at_most_one(name: str) -> None:
+    (share,) = [parameter for parameter in PARAMETERS if parameter.name == name]
+    assert [share.accepts(value) for value in (-0.1, 0, 0.5, 1, 1.1)] == [False, True, True, True, False]
+    assert share.takes == "a number from 0 to 1"
+
+
 def test_values_are_the_given_ones_and_else_the_defaults() -> None:
     values = compose("sapo", ["tis", "opsm"], options={"sapo": {"tau_neg": 2}, "opsm.delta": 0.5}).values
     expected = {"sapo.tau_pos": 1.0, "sapo.tau_neg": 2.0, "tis.cap": 2.0, "opsm.delta": 0.5}
