@@ -302,13 +302,15 @@ def test_a_gradient_is_added_with_the_bits_of_torch(shape):
 @pytest.mark.parametrize(("hidden", "width"), [(896, 4864), (1536, 8960), (3584, 18944), (520, 1000)])
 @pytest.mark.parametrize("num_rows", [1, 16, 24, 64, 65, 200, 300, 512, 1000])
 @pytest.mark.parametrize("keep", [False, True])
-def test_gated_products_in_a_graph_follow_their_inputs(hidden, width, num_rows, keep):
-    from headrace.kernels.gated import gated_product
+@pytest.mark.parametrize("joined", [False, True])
+def test_gated_products_in_a_graph_follow_their_inputs(hidden, width, num_rows, keep, joined):
+    from headrace.kernels.gated import GatedWeights, gated_product
 
     x = torch.zeros((num_rows, hidden), device=CUDA, dtype=torch.bfloat16)
     whole = torch.zeros((2 * width, hidden), device=CUDA, dtype=torch.bfloat16)
+    weights = GatedWeights(*whole.split(width), whole if joined else None)
     outputs = []
-    graph = captured(lambda: outputs.append(gated_product(x, whole, keep=keep)))
+    graph = captured(lambda: outputs.append(gated_product(x, weights, keep=keep)))
     inner, kept = outputs[-1]
     for _ in range(2):
         x.normal_(), whole.normal_(std=hidden**-0.5)
@@ -324,16 +326,18 @@ def test_gated_products_in_a_graph_follow_their_inputs(hidden, width, num_rows, 
             assert (kept.float() - products).norm() / products.norm() < 3e-3
 
 
-def test_gate_gradients_at_the_size_of_a_row():
-    from headrace.kernels.gated import gate_gradients
+# The second has more rows than a grid of programs is high.
+@pytest.mark.parametrize(("num_rows", "width"), [(8_702, 8_960), (70_000, 72)])
+def test_gate_gradients_at_the_size_of_a_row(num_rows, width):
+    from headrace.kernels.gated import gate, gate_gradients
 
-    num_rows, width = 8_702, 8_960
     products = torch.randn((num_rows, 2 * width), device=CUDA).bfloat16()
     grad = torch.randn((num_rows, width), device=CUDA).bfloat16()
     right = products.float().requires_grad_()
-    gate, up = right.chunk(2, -1)
-    value = torch.nn.functional.silu(gate) * up
+    of_gate, up = right.chunk(2, -1)
+    value = torch.nn.functional.silu(of_gate) * up
     value.backward(grad.float())
     grads, inner = gate_gradients(grad, products)
     assert (grads.float() - right.grad).norm() / right.grad.norm() < 3e-3
     assert (inner.float() - value).norm() / value.norm() < 3e-3
+    assert torch.equal(gate(products, torch.bfloat16), inner)

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from headrace.errors import ModelError
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.device_attention import DEVICE, Attending, LayerOptions, attending, register
-from headrace.models.gated_layer import fuse_gated_layers
 from headrace.models.head import float_logits
 from headrace.models.joined_linear import join_linears
 from headrace.models.lora import LoraSpec
@@ -58,8 +57,6 @@ class DeviceModel:
                 f"{type(model).__name__} does not use transformers' attention interface; choose another model."
             )
         join_linears(model)
-        if lora is None:
-            fuse_gated_layers(model)
         self.bank = None if lora is None else AdapterBank(model, lora, num_adapters)
         self.recorder = recorder(model, max(routed_rows, _PROBE_ROWS), model.device) if routed_rows else None
         self._model = model

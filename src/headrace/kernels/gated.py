@@ -1,12 +1,13 @@
 """A gated layer's first two products and what is made of them, at the speed of either memory or arithmetic.
 
-In: rows, and one matrix whose upper half gives the gate and whose lower half what is let through. Out: silu(gate) * up,
-taken of the products as they were summed: neither is rounded before. For a backward both are written down too, rounded,
-and from them come the gradients, with the layer's inner values computed once more instead of being kept.
+In: rows, and the weights of the gate and of what it lets through. Out: silu(gate) * up, taken of the products as they
+were summed: neither is rounded before. For a backward both are written down too, rounded, and from them come the
+gradients, with the layer's inner values computed once more instead of being kept.
 
-A few rows are bound by the way of the weights through memory: there the matrix is the left operand, whose tiles may not
-be narrower than 64, and the rows are the right one. Many are bound by arithmetic. In between, torch's product in
-float32 and a pass over it are quicker than either (docs/benchmarks.md); so they are everywhere but on Hopper.
+A few rows are bound by the way of the weights through memory: there the weights are the left operand, whose tiles may
+not be narrower than 64, and the rows are the right one. Many are bound by arithmetic. In between torch's product in
+float32 and a pass over it are quicker than either (docs/benchmarks.md). GPUs other than Hopper always use those: the
+kernel has not been tried there.
 
 Shape legend: T rows, I inputs, W inner width, O = 2 W; M rows and N columns of a tile, K inputs at a time.
 """
@@ -23,11 +24,15 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_FEW_ROWS = 64
-_NARROW = 2048
-"""Inputs of a narrow model, whose products are quick and the pass over them a larger part of the whole."""
 _CAPABILITY = 9
-"""Hopper's, whose copies of whole tiles the product uses; on later GPUs it has not been tried."""
+"""Hopper's, whose copies of whole tiles the product uses."""
+_FEW_ROWS = 64
+_NARROW_INPUTS = 2048
+_MANY_ROWS_NARROW, _MANY_ROWS_WIDE = 288, 512
+"""From where on the kernel is the quicker way again: the narrower a model, the larger a part of the whole is a pass
+over its products."""
+_ROWS_AT_ONCE = 4096
+"""Of torch's product, whose float32 results are the largest tensors there are."""
 _COLUMNS = 1024
 """Of a program that passes over products."""
 
@@ -39,6 +44,7 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
     weights_left: bool
+    """Whether the weights are the left operand of the product and the rows the right one."""
     together: int
     """Tiles of rows that are computed side by side, so that they find their weights in the cache."""
 
@@ -46,29 +52,52 @@ class Tiles(NamedTuple):
 _MANY = Tiles(128, 128, 64, 8, 4, False, 8)
 
 
+class GatedWeights(NamedTuple):
+    """Dense, of one dtype."""
+
+    gate: torch.Tensor
+    """[W, I]."""
+    up: torch.Tensor
+    """[W, I]."""
+    whole: torch.Tensor | None
+    """[O, I], whose halves the two are; None: they lie apart."""
+
+
 def gated_product(
-    x_TI: torch.Tensor, whole_OI: torch.Tensor, *, keep: bool
+    x_TI: torch.Tensor, weights: GatedWeights, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[T, W] of dense rows and a dense matrix of one dtype, and with ``keep`` both products, [T, O]."""
-    tiles = _tiles(x_TI, keep)
+    """[T, W] of dense rows, and with ``keep`` both products side by side, [T, O]."""
+    hopper = _capability(x_TI.device) == _CAPABILITY
+    tiles = choose_tiles(*x_TI.shape, keep=keep) if hopper else None
     if tiles is None:
-        wide_TO = torch.mm(x_TI, whole_OI.t(), out_dtype=torch.float32)
-        return gate(wide_TO, x_TI.dtype), wide_TO.to(x_TI.dtype) if keep else None
-    return tiled_product(x_TI, whole_OI, tiles, keep=keep)
+        return _by_torch(x_TI, weights, keep=keep)
+    return tiled_product(x_TI, weights, tiles, keep=keep)
+
+
+def choose_tiles(num_rows: int, num_inputs: int, *, keep: bool) -> Tiles | None:
+    """None: torch's product is the quicker way, or the only one. With ``keep`` the kernel is used for all but few rows:
+    the rows of a training step are many."""
+    # What is copied in tiles has rows that begin at multiples of 16 bytes.
+    if num_inputs % 8:
+        return None
+    narrow = num_inputs <= _NARROW_INPUTS
+    if num_rows <= _FEW_ROWS:
+        return Tiles(max(16, triton.next_power_of_2(num_rows)), 64, 64 if narrow else 128, 4, 4, True, 1)
+    return _MANY if keep or num_rows >= (_MANY_ROWS_NARROW if narrow else _MANY_ROWS_WIDE) else None
 
 
 def tiled_product(
-    x_TI: torch.Tensor, whole_OI: torch.Tensor, tiles: Tiles, *, keep: bool
+    x_TI: torch.Tensor, weights: GatedWeights, tiles: Tiles, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same by the one kernel, in these tiles."""
-    (num_rows, num_inputs), width = x_TI.shape, whole_OI.shape[0] // 2
+    (num_rows, num_inputs), width = x_TI.shape, weights.gate.shape[0]
     inner_TW = x_TI.new_empty((num_rows, width))
     products_TO = x_TI.new_empty((num_rows, 2 * width)) if keep else None
     grid = (triton.cdiv(num_rows, tiles.rows) * triton.cdiv(width, tiles.columns),)
     if num_rows:
         _gated_product[grid](
-            TensorDescriptor.from_tensor(x_TI, [tiles.rows, tiles.inputs]),
-            TensorDescriptor.from_tensor(whole_OI, [tiles.columns, tiles.inputs]),
+            _in_tiles(x_TI, tiles.rows, tiles.inputs), _in_tiles(weights.gate, tiles.columns, tiles.inputs),
+            _in_tiles(weights.up, tiles.columns, tiles.inputs),
             inner_TW, inner_TW if products_TO is None else products_TO, num_rows,
             W=width, INPUTS=num_inputs, M=tiles.rows, N=tiles.columns, K=tiles.inputs, TOGETHER=tiles.together,
             WEIGHTS_LEFT=tiles.weights_left, KEEP=keep, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -81,30 +110,43 @@ def gate(products_TO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     num_rows, width = products_TO.shape[0], products_TO.shape[1] // 2
     inner_TW = products_TO.new_empty((num_rows, width), dtype=dtype)
     if num_rows:
-        _gate[(triton.cdiv(width, _COLUMNS), num_rows)](products_TO, inner_TW, W=width, N=_COLUMNS)
+        _gate[(num_rows, triton.cdiv(width, _COLUMNS))](products_TO, inner_TW, W=width, N=_COLUMNS)
     return inner_TW
 
 
 def gate_gradients(grad_TW: torch.Tensor, products_TO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of both products, [T, O], from that of what was made of them, and that itself once more, [T, W]."""
+    """Gradients of both products, [T, O], from that of the inner values, and the inner values once more, [T, W]."""
     num_rows, width = grad_TW.shape
     inner_TW, grads_TO = torch.empty_like(grad_TW), torch.empty_like(products_TO)
     if num_rows:
-        grid = (triton.cdiv(width, _COLUMNS), num_rows)
+        grid = (num_rows, triton.cdiv(width, _COLUMNS))
         _gate_gradients[grid](grad_TW, products_TO, grads_TO, inner_TW, W=width, N=_COLUMNS)
     return grads_TO, inner_TW
 
 
-def _tiles(x_TI: torch.Tensor, keep: bool) -> Tiles | None:
-    num_rows, num_inputs = x_TI.shape
-    # Rows of a matrix that is copied in tiles begin at multiples of 16 bytes.
-    if _capability(x_TI.device) != _CAPABILITY or num_inputs * x_TI.itemsize % 16:
-        return None
-    narrow = num_inputs <= _NARROW
-    if num_rows <= _FEW_ROWS:
-        return Tiles(max(16, triton.next_power_of_2(num_rows)), 64, 64 if narrow else 128, 4, 4, True, 1)
-    # What is trained with is seldom so few rows that it would matter.
-    return _MANY if keep or num_rows >= (288 if narrow else 512) else None
+def _by_torch(
+    x_TI: torch.Tensor, weights: GatedWeights, *, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    inner, products = [], []
+    for rows in x_TI.split(_ROWS_AT_ONCE):
+        apart = (weights.gate, weights.up)
+        parts = [
+            torch.mm(rows, part.t(), out_dtype=torch.float32)
+            for part in (apart if weights.whole is None else (weights.whole,))
+        ]
+        wide = parts[0] if weights.whole is not None else torch.cat(parts, -1)
+        inner.append(gate(wide, x_TI.dtype))
+        products += [wide.to(x_TI.dtype)] if keep else []
+    return _one(inner), _one(products) if keep else None
+
+
+def _one(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _in_tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    # A dense matrix of one row may call its strides anything.
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, columns])
 
 
 @cache
@@ -114,11 +156,11 @@ def _capability(device: torch.device) -> int:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_product(
-    x, whole, inner, products, num_rows,
+    x, gate_weight, up_weight, inner, products, num_rows,
     W: tl.constexpr, INPUTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     TOGETHER: tl.constexpr, WEIGHTS_LEFT: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """``x`` and ``whole`` hand out tiles, zeros beyond their edges."""
+    """``x`` and the weights hand out tiles, zeros beyond their edges."""
     NUM_COLUMNS: tl.constexpr = (W + N - 1) // N
     block = tl.program_id(0) // (TOGETHER * NUM_COLUMNS)
     within = tl.program_id(0) % (TOGETHER * NUM_COLUMNS)
@@ -129,8 +171,8 @@ def _gated_product(
     up_sum = tl.zeros([N, M] if WEIGHTS_LEFT else [M, N], tl.float32)
     for k in range(0, INPUTS, K):
         x_MK = x.load([row, k])
-        gate_NK = whole.load([column, k])
-        up_NK = whole.load([W + column, k])
+        gate_NK = gate_weight.load([column, k])
+        up_NK = up_weight.load([column, k])
         if WEIGHTS_LEFT:
             gate_sum = tl.dot(gate_NK, x_MK.T, gate_sum)
             up_sum = tl.dot(up_NK, x_MK.T, up_sum)
@@ -152,8 +194,8 @@ def _gated_product(
 
 @triton.jit
 def _gate(products, inner, W: tl.constexpr, N: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    column_N = tl.program_id(0) * N + tl.arange(0, N)
+    row = tl.program_id(0).to(tl.int64)
+    column_N = tl.program_id(1) * N + tl.arange(0, N)
     there_N = column_N < W
     at_N = products + row * (2 * W) + column_N
     gate_N = tl.load(at_N, mask=there_N, other=0.0).to(tl.float32)
@@ -164,8 +206,8 @@ def _gate(products, inner, W: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _gate_gradients(grad, products, grads, inner, W: tl.constexpr, N: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    column_N = tl.program_id(0) * N + tl.arange(0, N)
+    row = tl.program_id(0).to(tl.int64)
+    column_N = tl.program_id(1) * N + tl.arange(0, N)
     there_N = column_N < W
     at_N, place_N = row * (2 * W) + column_N, row * W + column_N
     gate_N = tl.load(products + at_N, mask=there_N, other=0.0).to(tl.float32)

@@ -27,6 +27,7 @@ from headrace.engines.checks import context_tokens
 from headrace.engines.device_model import LayerShape
 from headrace.errors import ModelError
 from headrace.models.float_residual import keep_float_residual, residual_dtype
+from headrace.models.gated_layer import has_gated_forward
 from headrace.models.lora import LoraSpec, target_experts, target_linears
 from headrace.models.packed_attention import (
     PACKED_ATTENTION,
@@ -276,10 +277,22 @@ def _rule_hooks(layer: nn.Module, kept: _Kept, fed: _Kept) -> list[Any]:
                 )
             )
         children = dict(module.named_children())
-        if "act_fn" in children:
+        if has_gated_forward(module):
+            hooks.append(
+                module.register_forward_hook(lambda gated, given, _: _count_gated(gated, given[0], kept, fed))
+            )
+        elif "act_fn" in children:
             width = min((c.in_features for c in children.values() if isinstance(c, nn.Linear)), default=0)
             for child in children.values():
                 # What the activation reads, and what it is multiplied with.
                 if isinstance(child, nn.Linear) and child.in_features == width:
                     hooks.append(child.register_forward_hook(lambda _, __, made: kept.add(made)))
     return hooks
+
+
+def _count_gated(layer: Any, x: torch.Tensor, kept: _Kept, fed: _Kept) -> None:
+    """Its parts are not called: gate and up are kept side by side, and what is made of them feeds its last product."""
+    rows, width = x.shape[:-1], layer.gate_proj.out_features
+    kept.add(x.new_empty((*rows, 2 * width)))
+    fed.add(x)
+    fed.add(x.new_empty((*rows, width)))

@@ -2,9 +2,9 @@
 
 In: a decoder whose layers normalise what they read and add what they made (Llama, Qwen, Gemma, OLMoE and their kin).
 Out: the same model, whose running sum is float32, with it what attention and dense layers add to it, and whose norms
-hand the matrix products their own dtype. Rounding the sum to bfloat16 after every layer is the largest part of what
-separates engine and trainer: each of the two rounds another sum, and layer by layer the difference grows. Other models,
-and float32 ones, stay as they are.
+hand the matrix products their own dtype; gated layers round nothing between their products (``gated_layer``). Rounding
+the sum to bfloat16 after every layer would be the largest part of what separates engine and trainer: each of the two
+rounds another sum, and layer by layer the difference grows. Other models, and float32 ones, stay as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from headrace.models.gated_layer import gated_forward, is_gated
 from headrace.models.wide_product import wide_product
 
 _ADDED = ("self_attn.o_proj", "mlp.down_proj")
@@ -36,6 +37,9 @@ def keep_float_residual(model: PreTrainedModel) -> bool:
             if _is_norm(child):
                 _give_forward(child, _narrow_forward)
         _widen_products(layer)
+        mlp = getattr(layer, "mlp", None)
+        if mlp is not None and is_gated(mlp):
+            _give_forward(mlp, gated_forward)
     _give_forward(last_norm, _narrow_forward)
     return True
 

@@ -1,111 +1,152 @@
 """Gated layers whose two first products are not rounded before they meet.
 
-In: a bfloat16 model whose running sum is float32 (``float_residual``). Out: the same model, whose layers of the usual
-form, down(silu(gate(x)) * up(x)), compute gate and up as one product and hand on what is made of it, rounded once. Of
-what separates engine and trainer, the roundings of these two products are the largest part that need not be. And
-products that are met in the registers of their kernel are not read from memory again: it is the quicker way, too.
+In: a layer of the usual form, down(silu(gate(x)) * up(x)), and its input in bfloat16. Out: what it adds to the running
+sum, in float32 (``float_residual`` gives layers this forward). What is made of gate and up is rounded once. Of what
+separates engine and trainer, the roundings of these two products were the largest part that need not be. And products
+that meet in the registers of their kernel are not read from memory again: it is the quicker way, too.
 
-Layers of another form, with biases, or in a model that is not bfloat16, stay as they are.
+A layer in another dtype, or whose parts an adapter has changed, computes as its own class does.
 
 Shape legend: T rows, I inputs, W inner width, O = 2 W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 
-from headrace.models.float_residual import residual_dtype
 from headrace.models.joined_linear import GATE_UP, JoinedLinear, join_linears
 from headrace.models.joined_product import check_memory
 
 _PARTS = {*GATE_UP, "down_proj", "act_fn"}
-_PROBE_ROWS = 8
-_TOLERANCE = 0.03
-"""Relative, of a layer in bfloat16: rounding makes a tenth of it, another form of layer far more."""
 
 
-def fuse_gated_layers(model: PreTrainedModel) -> int:
-    """Change the layers that are of the usual form, for good; returns how many. Their gate and up are joined then."""
-    if model.dtype != torch.bfloat16 or residual_dtype(model) != torch.float32:
-        return 0
-    fused = [layer for layer in model.modules() if _is_usual(layer)]
-    for layer in fused:
-        join_linears(layer, (GATE_UP,))
-        layer.forward = MethodType(_forward, layer)
-    return len(fused)
-
-
-@torch.no_grad()
-def _is_usual(layer: Any) -> bool:
-    if "forward" in vars(layer) or {name for name, _ in layer.named_children()} != _PARTS:
+def is_gated(layer: Any) -> bool:
+    """Whether it is of the usual form, and nothing else besides."""
+    if {name for name, _ in layer.named_children()} != _PARTS or "forward" in vars(layer):
         return False
-    first, second, last = layer.gate_proj, layer.up_proj, layer.down_proj
-    kinds = (type(first), type(second))
-    if kinds not in ((nn.Linear, nn.Linear), (JoinedLinear, JoinedLinear)) or type(last) is not nn.Linear:
-        return False
-    if any(part.bias is not None for part in (first, second, last)):
-        return False
-    x = torch.randn((_PROBE_ROWS, last.out_features), generator=torch.Generator().manual_seed(0))
-    x = x.to(last.weight)
-    if (
-        first.weight.shape != (last.in_features, last.out_features)
-        or second.weight.shape != first.weight.shape
-    ):
-        return False
-    made = F.silu(F.linear(x, first.weight).float()) * F.linear(x, second.weight).float()
-    wanted = F.linear(made, last.weight.float())
-    found = layer(x).float()
-    return bool((found - wanted).norm() <= _TOLERANCE * wanted.norm())
+    linears = (layer.gate_proj, layer.up_proj, layer.down_proj)
+    return (
+        isinstance(layer.act_fn, nn.SiLU | SiLUActivation)
+        and not dict(layer.named_parameters(recurse=False))
+        and all(type(linear) is nn.Linear and linear.bias is None for linear in linears)
+        and _computes_as_usual(layer)
+    )
 
 
-def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    whole_OI, _ = layer.gate_proj.joined
-    weights = (layer.gate_proj.weight, layer.up_proj.weight)
+def has_gated_forward(layer: nn.Module) -> bool:
+    return getattr(vars(layer).get("forward"), "__func__", None) is gated_forward
+
+
+def join_gates(model: nn.Module) -> None:
+    """Join gate and up of layers that have ``gated_forward``, for good: gradients of their input are one product then,
+    and so are those of their weights."""
+    for layer in model.modules():
+        if has_gated_forward(layer):
+            join_linears(layer, (GATE_UP,))
+
+
+def gated_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """The forward of a layer that ``is_gated``; float32 of a bfloat16 one."""
+    weights = _weights(layer)
+    if weights is None:
+        own: torch.Tensor = type(layer).forward(layer, x)
+        return own
+    gate, up, down, whole = weights
     x_TI = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, layer.down_proj.weight)):
-        out, _ = torch.ops.headrace.gated_layer(x_TI, whole_OI, weights, layer.down_proj.weight)
-        return out.view(*x.shape[:-1], -1)
-    inner_TW = torch.ops.headrace.gated_product(x_TI, whole_OI)
-    return layer.down_proj(inner_TW.view(*x.shape[:-1], -1))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, up, down)):
+        out_TI, _ = torch.ops.headrace.gated_layer(x_TI, gate, up, down, whole)
+    else:
+        out_TI = layer.down_proj(torch.ops.headrace.gated_product(x_TI, gate, up, whole))
+    return out_TI.view(*x.shape[:-1], down.shape[0])
 
 
-def _product(x_TI: torch.Tensor, whole_OI: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, W], and with ``keep`` [T, O], otherwise anything."""
+def _weights(
+    layer: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    """Of gate, up and down, and of the first two in one, where they are joined; None: they are not all there is."""
+    gate, up, down = layer.gate_proj, layer.up_proj, layer.down_proj
+    whole = None
+    if type(gate) is JoinedLinear:
+        whole, _ = gate.joined
+        if gate.beside is not None:
+            return None
+    elif type(gate) is not nn.Linear or type(up) is not nn.Linear:
+        return None
+    if type(down) is not nn.Linear or gate.weight.dtype != torch.bfloat16:
+        return None
+    return gate.weight, up.weight, down.weight, whole
+
+
+class _Told:
+    """Stands for a tensor and tells how it was made."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __mul__(self, other: _Told) -> _Told:
+        return _Told(" * ".join(sorted((self.how, other.how))))
+
+
+class _StandIn:
+    """Stands for a layer: its parts tell that they were called, all else is the layer's."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda x: _Told(f"{name}({x.how})")) if name in _PARTS else getattr(self._layer, name)
+
+
+def _computes_as_usual(layer: Any) -> bool:
+    """Asked of the forward itself, so that neither weights nor inputs matter."""
+    try:
+        found = type(layer).forward(_StandIn(layer), _Told("x")).how
+    except (AttributeError, TypeError):
+        # It does something else to what stands for tensors.
+        return False
+    return bool(found == "down_proj(act_fn(gate_proj(x)) * up_proj(x))")
+
+
+def _product(
+    x_TI: torch.Tensor, gate_WI: torch.Tensor, up_WI: torch.Tensor, whole_OI: torch.Tensor | None, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[T, W], and with ``keep`` both products, [T, O]."""
+    if whole_OI is not None:
+        check_memory(whole_OI, (gate_WI, up_WI))
     if x_TI.is_cuda:
-        from headrace.kernels.gated import gated_product
+        from headrace.kernels.gated import GatedWeights, gated_product
 
-        inner_TW, products_TO = gated_product(x_TI.contiguous(), whole_OI, keep=keep)
-        return inner_TW, inner_TW if products_TO is None else products_TO
-    wide_TO = F.linear(x_TI.float(), whole_OI.float())
-    gate_TW, up_TW = wide_TO.chunk(2, -1)
-    return (F.silu(gate_TW) * up_TW).to(x_TI.dtype), wide_TO.to(x_TI.dtype)
+        return gated_product(x_TI.contiguous(), GatedWeights(gate_WI, up_WI, whole_OI), keep=keep)
+    gate_TW, up_TW = (F.linear(x_TI.float(), weight.float()) for weight in (gate_WI, up_WI))
+    inner_TW = (F.silu(gate_TW) * up_TW).to(x_TI.dtype)
+    return inner_TW, torch.cat((gate_TW, up_TW), -1).to(x_TI.dtype) if keep else None
 
 
 @torch.library.custom_op("headrace::gated_product", mutates_args=())
-def _gated_product(x: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    return _product(x, whole, False)[0]
+def _gated_product(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, whole: torch.Tensor | None
+) -> torch.Tensor:
+    return _product(x, gate, up, whole, False)[0]
 
 
 @_gated_product.register_fake
-def _(x: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((x.shape[0], whole.shape[0] // 2))
+def _(x: torch.Tensor, gate: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty((x.shape[0], gate.shape[0]))
 
 
 @torch.library.custom_op("headrace::gated_layer", mutates_args=())
 def _gated_layer(
-    x: torch.Tensor, whole: torch.Tensor, weights: Sequence[torch.Tensor], down: torch.Tensor
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, whole: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the layer adds to the running sum, in float32, and both products, rounded, for the backward. ``whole`` is a
-    constant to autograd; ``weights``, whose memory it is, name where gradients go."""
-    check_memory(whole, weights)
-    inner_TW, products_TO = _product(x, whole, True)
+    constant to autograd."""
+    inner_TW, products_TO = _product(x, gate, up, whole, True)
+    assert products_TO is not None
     if x.is_cuda:
         return torch.mm(inner_TW, down.t(), out_dtype=torch.float32), products_TO
     return F.linear(inner_TW.float(), down.float()), products_TO
@@ -113,12 +154,10 @@ def _gated_layer(
 
 @_gated_layer.register_fake
 def _(
-    x: torch.Tensor, whole: torch.Tensor, _weights: Any, down: torch.Tensor
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, whole: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows = x.shape[0]
-    return x.new_empty((num_rows, down.shape[0]), dtype=torch.float32), x.new_empty(
-        (num_rows, whole.shape[0])
-    )
+    rows = x.shape[0]
+    return x.new_empty((rows, down.shape[0]), dtype=torch.float32), x.new_empty((rows, 2 * gate.shape[0]))
 
 
 @torch.library.custom_op("headrace::gate_gradients", mutates_args=())
@@ -142,26 +181,29 @@ def _(grad: torch.Tensor, products: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, whole, weights, down = inputs
-    ctx.save_for_backward(x, whole, down, output[1])
-    ctx.sizes = [weight.shape[0] for weight in weights]
+    # The products' gradient is none, and need not be made of zeros.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, output[1])
 
 
-def _backward(ctx: Any, grad_TI: torch.Tensor, _products: Any) -> tuple[Any, ...]:
-    x_TI, whole_OI, down_IW, products_TO = ctx.saved_tensors
-    of_x, _, of_weights, of_down = ctx.needs_input_grad
+def _backward(ctx: Any, grad_TI: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
+    x_TI, gate_WI, up_WI, down_IW, whole_OI, products_TO = ctx.saved_tensors
+    of_x, of_gate, of_up, of_down, _ = ctx.needs_input_grad
+    width = gate_WI.shape[0]
     narrow_TI = grad_TI.to(x_TI.dtype)
     grads_TO, inner_TW = torch.ops.headrace.gate_gradients(narrow_TI @ down_IW, products_TO)
-    of_parts: list[torch.Tensor | None] = [None for _ in of_weights]
-    if any(of_weights):
-        parts = (grads_TO.t() @ x_TI).split(ctx.sizes)
-        of_parts = [part if want else None for part, want in zip(parts, of_weights, strict=True)]
-    return (
-        grads_TO @ whole_OI if of_x else None,
-        None,
-        of_parts,
-        narrow_TI.t() @ inner_TW if of_down else None,
-    )
+    parts = grads_TO.split(width, -1)
+    grad_x = grad_gate = grad_up = None
+    if of_x:
+        apart = whole_OI is None
+        grad_x = torch.addmm(parts[0] @ gate_WI, parts[1], up_WI) if apart else grads_TO @ whole_OI
+    if of_gate and of_up and whole_OI is not None:
+        grad_gate, grad_up = (grads_TO.t() @ x_TI).split(width)
+    else:
+        grad_gate, grad_up = (
+            part.t() @ x_TI if wanted else None for part, wanted in zip(parts, (of_gate, of_up), strict=True)
+        )
+    return grad_x, grad_gate, grad_up, narrow_TI.t() @ inner_TW if of_down else None, None
 
 
 _gated_layer.register_autograd(_backward, setup_context=_keep_for_backward)

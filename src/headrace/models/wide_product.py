@@ -27,7 +27,7 @@ def wide_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor 
         else _product(x_TI, weight_OI)
     )
     product = product if bias_O is None else product + bias_O.float()
-    return product.view(*x.shape[:-1], -1)
+    return product.view(*x.shape[:-1], weight_OI.shape[0])
 
 
 def _product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:

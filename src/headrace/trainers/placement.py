@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from headrace.errors import ConfigError
 from headrace.models.float_residual import keep_float_residual
-from headrace.models.gated_layer import fuse_gated_layers
+from headrace.models.gated_layer import join_gates
 from headrace.models.joined_linear import QUERY_KEY_VALUE, join_linears
 from headrace.models.lora import LoraSpec
 from headrace.models.packed_attention import use_packed_attention
@@ -91,6 +91,6 @@ def _on_one_device(
         for weights in (masters, reference):
             if weights is not None:
                 join_linears(weights.policy, (QUERY_KEY_VALUE,))
-                fuse_gated_layers(weights.policy)
+                join_gates(weights.policy)
         check_forward(masters.policy)
     return masters, reference
