@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Torch asks for the name of every address it connects to; a name server that loses a question costs five seconds else.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import torch
 from hypothesis import HealthCheck, settings
