@@ -6,8 +6,8 @@ gradients, with the layer's inner values computed once more instead of being kep
 
 A few rows are bound by the way of the weights through memory: there the weights are the left operand, whose tiles may
 not be narrower than 64, and the rows are the right one. Many are bound by arithmetic. In between torch's product in
-float32 and a pass over it are quicker than either (docs/benchmarks.md). GPUs other than Hopper always use those: the
-kernel has not been tried there.
+float32 and a pass over it are mostly quicker than either (docs/benchmarks.md). GPUs other than Hopper always use
+those: the kernel has not been tried there.
 
 Shape legend: T rows, I inputs, W inner width, O = 2 W; M rows and N columns of a tile, K inputs at a time.
 """
@@ -75,8 +75,8 @@ def gated_product(
 
 
 def choose_tiles(num_rows: int, num_inputs: int, *, keep: bool) -> Tiles | None:
-    """None: torch's product is the quicker way, or the only one. With ``keep`` the kernel is used for all but few rows:
-    the rows of a training step are many."""
+    """None: torch's product is the quicker way, or the only one. With ``keep`` the kernel is used for any number of
+    rows: those of a training step are many."""
     # What is copied in tiles has rows that begin at multiples of 16 bytes.
     if num_inputs % 8:
         return None
@@ -90,6 +90,7 @@ def tiled_product(
     x_TI: torch.Tensor, weights: GatedWeights, tiles: Tiles, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same by the one kernel, in these tiles."""
+    assert all(matrix.is_contiguous() for matrix in (x_TI, weights.gate, weights.up))
     (num_rows, num_inputs), width = x_TI.shape, weights.gate.shape[0]
     inner_TW = x_TI.new_empty((num_rows, width))
     products_TO = x_TI.new_empty((num_rows, 2 * width)) if keep else None

@@ -27,7 +27,7 @@ from headrace.engines.checks import context_tokens
 from headrace.engines.device_model import LayerShape
 from headrace.errors import ModelError
 from headrace.models.float_residual import keep_float_residual, residual_dtype
-from headrace.models.gated_layer import has_gated_forward
+from headrace.models.gated_layer import has_gated_forward, is_computed_gated
 from headrace.models.lora import LoraSpec, target_experts, target_linears
 from headrace.models.packed_attention import (
     PACKED_ATTENTION,
@@ -90,6 +90,8 @@ def examine(config: PretrainedConfig, dtype: torch.dtype, lora: LoraSpec | None 
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()
         keep_float_residual(model)
+        if lora is not None:
+            _give_up_gated(model, lora)
         text = model.config.get_text_config()
         layers, head = decoder_layers(model), model.get_output_embeddings()
         if not layers or not isinstance(head, nn.Linear):
@@ -112,6 +114,14 @@ def examine(config: PretrainedConfig, dtype: torch.dtype, lora: LoraSpec | None 
             eager=eager,
             num_adapter_weights=0 if lora is None else count_adapter_weights(model, lora),
         )
+
+
+def _give_up_gated(model: PreTrainedModel, lora: LoraSpec) -> None:
+    """Layers with an adapter in one of their parts compute as their class does."""
+    for name in target_linears(model, lora.targets):
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if has_gated_forward(layer):
+            del layer.forward
 
 
 def count_adapter_weights(model: PreTrainedModel, lora: LoraSpec) -> int:
@@ -277,7 +287,7 @@ def _rule_hooks(layer: nn.Module, kept: _Kept, fed: _Kept) -> list[Any]:
                 )
             )
         children = dict(module.named_children())
-        if has_gated_forward(module):
+        if is_computed_gated(module):
             hooks.append(
                 module.register_forward_hook(lambda gated, given, _: _count_gated(gated, given[0], kept, fed))
             )

@@ -2,7 +2,7 @@
 
 In: a decoder whose layers normalise what they read and add what they made (Llama, Qwen, Gemma, OLMoE and their kin).
 Out: the same model, whose running sum is float32, with it what attention and dense layers add to it, and whose norms
-hand the matrix products their own dtype; gated layers round nothing between their products (``gated_layer``). Rounding
+hand the matrix products their own dtype; gated layers round their inner values once (``gated_layer``). Rounding
 the sum to bfloat16 after every layer would be the largest part of what separates engine and trainer: each of the two
 rounds another sum, and layer by layer the difference grows. Other models, and float32 ones, stay as they are.
 """
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.models.gated_layer import gated_forward, is_gated
-from headrace.models.wide_product import wide_product
+from headrace.models.wide_product import make_wide
 
 _ADDED = ("self_attn.o_proj", "mlp.down_proj")
 """The last products of attention and of a dense layer."""
@@ -60,11 +60,16 @@ def _layers_and_last_norm(model: PreTrainedModel) -> tuple[list[nn.Module], nn.M
 
 
 def _reads_through_a_norm(layer: nn.Module) -> bool:
-    """Whether attention and feed-forward get their input from a norm: then no product meets the running sum."""
+    """Whether attention and feed-forward get their input from a norm we know: then no product meets the running sum."""
     children = dict(layer.named_children())
     before_feed_forward = {"post_attention_layernorm", "pre_feedforward_layernorm"} & children.keys()
-    known = {"self_attn", "mlp", "input_layernorm", "post_feedforward_layernorm"} | before_feed_forward
-    return "input_layernorm" in children and bool(before_feed_forward) and children.keys() <= known
+    norms = {"input_layernorm", "post_feedforward_layernorm"} | before_feed_forward
+    return (
+        "input_layernorm" in children
+        and bool(before_feed_forward)
+        and children.keys() <= {"self_attn", "mlp"} | norms
+        and all(_is_norm(children[name]) for name in norms & children.keys())
+    )
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -80,15 +85,11 @@ def _widen_products(layer: nn.Module) -> None:
         part, _, last = name.partition(".")
         linear = getattr(getattr(layer, part, None), last, None)
         if type(linear) is nn.Linear:
-            _give_forward(linear, _wide_forward)
+            make_wide(linear)
 
 
 def _give_forward(module: Any, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     module.forward = MethodType(forward, module)
-
-
-def _wide_forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return wide_product(x, linear.weight, linear.bias)
 
 
 def _narrow_forward(norm: Any, hidden: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 In: a layer of the usual form, down(silu(gate(x)) * up(x)), and its input in bfloat16. Out: what it adds to the running
 sum, in float32 (``float_residual`` gives layers this forward). What is made of gate and up is rounded once. Of what
 separates engine and trainer, the roundings of these two products were the largest part that need not be. And products
-that meet in the registers of their kernel are not read from memory again: it is the quicker way, too.
+that meet in the registers of their kernel are not read from memory again; on a CPU it is the slower way.
 
 A layer in another dtype, or whose parts an adapter has changed, computes as its own class does.
 
@@ -12,6 +12,7 @@ Shape legend: T rows, I inputs, W inner width, O = 2 W.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -21,21 +22,28 @@ from transformers.activations import SiLUActivation
 
 from headrace.models.joined_linear import GATE_UP, JoinedLinear, join_linears
 from headrace.models.joined_product import check_memory
+from headrace.models.wide_product import is_wide
 
 _PARTS = {*GATE_UP, "down_proj", "act_fn"}
 
 
 def is_gated(layer: Any) -> bool:
-    """Whether it is of the usual form, and nothing else besides."""
+    """Whether it is of the usual form, and nothing else besides; its last product may be wide already."""
     if {name for name, _ in layer.named_children()} != _PARTS or "forward" in vars(layer):
         return False
     linears = (layer.gate_proj, layer.up_proj, layer.down_proj)
     return (
-        isinstance(layer.act_fn, nn.SiLU | SiLUActivation)
+        type(layer.act_fn) in (nn.SiLU, SiLUActivation)
         and not dict(layer.named_parameters(recurse=False))
         and all(type(linear) is nn.Linear and linear.bias is None for linear in linears)
+        and all(_is_untouched(part) for part in layer.children())
         and _computes_as_usual(layer)
     )
+
+
+def is_computed_gated(layer: nn.Module) -> bool:
+    """Whether ``gated_forward`` computes the layer as it is now, and not its own class."""
+    return has_gated_forward(layer) and _weights(layer) is not None
 
 
 def has_gated_forward(layer: nn.Module) -> bool:
@@ -82,6 +90,12 @@ def _weights(
     return gate.weight, up.weight, down.weight, whole
 
 
+def _is_untouched(part: nn.Module) -> bool:
+    """Whether it computes what its class does."""
+    hooks = (part._forward_hooks, part._forward_pre_hooks)
+    return not any(hooks) and ("forward" not in vars(part) or is_wide(part))
+
+
 class _Told:
     """Stands for a tensor and tells how it was made."""
 
@@ -104,10 +118,13 @@ class _StandIn:
 
 def _computes_as_usual(layer: Any) -> bool:
     """Asked of the forward itself, so that neither weights nor inputs matter."""
+    forward = type(layer).forward
+    if len(inspect.signature(forward).parameters) != 2:
+        return False
     try:
-        found = type(layer).forward(_StandIn(layer), _Told("x")).how
-    except (AttributeError, TypeError):
-        # It does something else to what stands for tensors.
+        found = forward(_StandIn(layer), _Told("x")).how
+    except Exception:
+        # It does something else to what stands for tensors, whatever that is: it stays as it is.
         return False
     return bool(found == "down_proj(act_fn(gate_proj(x)) * up_proj(x))")
 

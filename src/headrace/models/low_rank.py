@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from headrace.models.wide_product import is_wide, wide_product
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
@@ -94,9 +96,10 @@ class AdaptedLinear(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.low_rank = low_rank
+        self._product = wide_product if is_wide(linear) else nn.functional.linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.low_rank(x, nn.functional.linear(x, self.weight, self.bias))
+        return self.low_rank(x, self._product(x, self.weight, self.bias))
 
 
 def _with_adapters(
@@ -113,7 +116,9 @@ def _with_adapters(
     num_rows, columns = rows.scales_TR.shape
     inner_TPR = nn.functional.linear(x.view(num_rows, -1), a).view(num_rows, -1, columns)
     inner_TPR = (inner_TPR * rows.scales_TR[:, None]).to(x.dtype)
-    out_TO = torch.addmm(product.view(num_rows, -1), inner_TPR.view(num_rows, -1), b.T)
+    inner_TR, product_TO = inner_TPR.view(num_rows, -1), product.view(num_rows, b.shape[0])
+    narrow = product.dtype == x.dtype
+    out_TO = torch.addmm(product_TO, inner_TR, b.T) if narrow else product_TO + inner_TR @ b.T
     if factors is not None:
         factors_TO = factors[rows.adapters_T]
         out_TO = out_TO * factors_TO if bias is None else (out_TO - bias) * factors_TO + bias

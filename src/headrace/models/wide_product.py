@@ -9,10 +9,25 @@ Shape legend: T rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
+
+
+def make_wide(linear: nn.Linear) -> None:
+    """Let it compute a wide product from now on."""
+    linear.forward = MethodType(_wide_forward, linear)  # type: ignore[method-assign]
+
+
+def is_wide(linear: nn.Module) -> bool:
+    return getattr(vars(linear).get("forward"), "__func__", None) is _wide_forward
+
+
+def _wide_forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return wide_product(x, linear.weight, linear.bias)
 
 
 def wide_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:

@@ -30,6 +30,7 @@ from headrace.memory.plan import (
 from headrace.memory.table import table
 from headrace.memory.trainer import TrainerPlan, trainer_bytes
 from headrace.memory.uses import total
+from headrace.models import float_residual
 from headrace.models.loading import make_tiny_model
 from headrace.models.lora import LoraSpec
 from headrace.trainers.adapter_weights import AdapterWeights
@@ -197,6 +198,29 @@ def test_compiled_layers_keep_what_only_products_and_attention_give():
     hidden, wide, heads, kv_width = 1536, 8960, 12, 256
     layer = 2 * 4 * hidden + 2 * (2 * hidden + 2 * kv_width + 2 * wide) + 4 * heads
     assert published("qwen2-1.5b").compiled.layers == 28 * layer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora"),
+    [(torch.float32, None), (torch.bfloat16, LoraSpec(rank=2, alpha=4.0, targets=("down_proj",)))],
+    ids=["float32", "adapter"],
+)
+def test_gated_layers_that_compute_as_their_class_are_counted_as_it(tmp_path, monkeypatch, dtype, lora):
+    make_tiny_model(tmp_path, family="qwen2", vocab_size=48)
+    config = AutoConfig.from_pretrained(tmp_path)
+    found = examine(config, dtype, lora)
+    monkeypatch.setattr(float_residual, "is_gated", lambda _: False)
+    assert found == examine(config, dtype, lora)
+
+
+def test_a_gated_layer_keeps_less_uncompiled_and_the_same_compiled(tmp_path, monkeypatch):
+    make_tiny_model(tmp_path, family="qwen2", vocab_size=48)
+    config = AutoConfig.from_pretrained(tmp_path)
+    found = examine(config, torch.bfloat16)
+    monkeypatch.setattr(float_residual, "is_gated", lambda _: False)
+    own = examine(config, torch.bfloat16)
+    assert found.eager.layers < own.eager.layers
+    assert (found.compiled, found.pass_bytes) == (own.compiled, own.pass_bytes)
 
 
 def test_plan_and_trainer_reserve_the_same_for_a_step():

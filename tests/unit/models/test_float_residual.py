@@ -91,6 +91,18 @@ def test_what_is_added_to_the_sum_is_not_rounded_before(tmp_path):
     assert wide == {"o_proj", "down_proj"}
 
 
+def test_layers_whose_norms_are_unknown_are_left_alone(tmp_path):
+    """They may hand products what they do not expect."""
+    model = tiny(tmp_path, "qwen2").bfloat16()
+    layer = model.model.layers[3]
+    layer.post_attention_layernorm = nn.Sequential(
+        layer.post_attention_layernorm, nn.Linear(64, 64).bfloat16()
+    )
+    before = logits(model, torch.arange(10)[None])
+    assert not keep_float_residual(model)
+    assert torch.equal(logits(model, torch.arange(10)[None]), before)
+
+
 def test_layers_that_read_the_sum_itself_are_left_alone():
     from transformers import Olmo2Config, Olmo2ForCausalLM
 

@@ -1,4 +1,4 @@
-"""Gated layers that round nothing between their products: values, gradients, and which layers compute so."""
+"""Gated layers that round neither gate nor up: values, gradients, and which layers compute so."""
 
 from __future__ import annotations
 
@@ -217,8 +217,31 @@ class Longer(Usual):
 
 
 class TwoInputs(Usual):
-    def forward(self, x, y):
-        return super().forward(x) + y
+    def forward(self, x, y=0):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Choosy(Usual):
+    def forward(self, x):
+        if not isinstance(x, torch.Tensor):
+            raise ValueError("no tensor")
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class OtherSiLU(nn.SiLU):
+    pass
+
+
+def hooked(part: str) -> Usual:
+    layer = Usual()
+    layer.get_submodule(part).register_forward_hook(lambda *_: None)
+    return layer
+
+
+def replaced(part: str) -> Usual:
+    layer = Usual()
+    layer.get_submodule(part).forward = lambda x: x
+    return layer
 
 
 @pytest.mark.parametrize("layer", [Usual(), Reversed()], ids=lambda layer: type(layer).__name__)
@@ -228,7 +251,11 @@ def test_usual_layers_are_known(layer):
 
 @pytest.mark.parametrize(
     "layer",
-    [Clamped(), Scaled(), Swapped(), Owning(), Longer(), TwoInputs(), Usual(nn.GELU()), Usual(bias=True)],
+    [
+        *(kind() for kind in (Clamped, Scaled, Swapped, Owning, Longer, TwoInputs, Choosy)),
+        *(Usual(nn.GELU()), Usual(OtherSiLU()), Usual(bias=True)),
+        *(hooked("up_proj"), replaced("act_fn"), replaced("down_proj")),
+    ],
     ids=lambda layer: type(layer).__name__,
 )
 def test_other_layers_are_left_alone(layer):
