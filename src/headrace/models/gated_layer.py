@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.activations import SiLUActivation
+from transformers.activations import ACT2FN
 
 from headrace.models.joined_linear import GATE_UP, JoinedLinear, join_linears
 from headrace.models.joined_product import check_memory
 from headrace.models.wide_product import is_wide
 
 _PARTS = {*GATE_UP, "down_proj", "act_fn"}
+_SILU = (nn.SiLU, type(ACT2FN["silu"]))
 
 
 def is_gated(layer: Any) -> bool:
@@ -33,7 +34,7 @@ def is_gated(layer: Any) -> bool:
         return False
     linears = (layer.gate_proj, layer.up_proj, layer.down_proj)
     return (
-        type(layer.act_fn) in (nn.SiLU, SiLUActivation)
+        type(layer.act_fn) in _SILU
         and not dict(layer.named_parameters(recurse=False))
         and all(type(linear) is nn.Linear and linear.bias is None for linear in linears)
         and all(_is_untouched(part) for part in layer.children())

@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headrace.errors import CheckpointError, DeadlineError
+from headrace.models import float_residual
 from headrace.models.loading import hollow_model, make_tiny_model
 from headrace.models.lora import LoraSpec
 from headrace.models.tensors import named_tensors
@@ -50,6 +51,24 @@ def test_a_world_of_one_trains_as_one_device(
     names = list(sender.sent[3])
     plain.publish(3)
     assert names == list(sender.sent[3]) == list(named_tensors(plain.model))
+
+
+def test_in_bf16_it_rounds_where_one_device_does(
+    ranks: Ranks, make_model: MakeModel, make_batch: MakeBatch, sender: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which no longer holds where gated layers round their products, as they would without ``keep_float_residual``."""
+
+    def logprobs(**settings: Any) -> torch.Tensor:
+        core = trainer(make_model(), sender, compute_dtype="bf16", **settings)
+        values = core._weights.values(core.prepare(make_batch(1))[0][0].tensors).logprobs_N
+        # Held weights are let go of after a backward.
+        values.sum().backward()
+        return values.detach()
+
+    plain = logprobs()
+    torch.testing.assert_close(logprobs(ranks=ranks), plain, rtol=0, atol=1e-5)
+    monkeypatch.setattr(float_residual, "is_gated", lambda _: False)
+    assert (logprobs(ranks=ranks) - plain).abs().mean() > 1e-4
 
 
 def test_held_weights_give_the_gradients_of_released_ones(
