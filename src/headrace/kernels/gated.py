@@ -128,21 +128,18 @@ def gate_gradients(grad_TW: torch.Tensor, products_TO: torch.Tensor) -> tuple[to
 def _by_torch(
     x_TI: torch.Tensor, weights: GatedWeights, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    matrices = (weights.gate, weights.up) if weights.whole is None else (weights.whole,)
     inner, products = [], []
     for rows in x_TI.split(_ROWS_AT_ONCE):
-        apart = (weights.gate, weights.up)
-        parts = [
-            torch.mm(rows, part.t(), out_dtype=torch.float32)
-            for part in (apart if weights.whole is None else (weights.whole,))
-        ]
-        wide = parts[0] if weights.whole is not None else torch.cat(parts, -1)
+        wide = _one([torch.mm(rows, matrix.t(), out_dtype=torch.float32) for matrix in matrices], dim=1)
         inner.append(gate(wide, x_TI.dtype))
-        products += [wide.to(x_TI.dtype)] if keep else []
+        if keep:
+            products.append(wide.to(x_TI.dtype))
     return _one(inner), _one(products) if keep else None
 
 
-def _one(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _one(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _in_tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

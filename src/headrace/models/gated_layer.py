@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 
 from headrace.models.joined_linear import GATE_UP, JoinedLinear, join_linears
 from headrace.models.joined_product import check_memory
-from headrace.models.wide_product import is_wide
+from headrace.models.wide_product import float_product, is_wide
 
 _PARTS = {*GATE_UP, "down_proj", "act_fn"}
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
@@ -140,7 +140,7 @@ def _product(
         from headrace.kernels.gated import GatedWeights, gated_product
 
         return gated_product(x_TI.contiguous(), GatedWeights(gate_WI, up_WI, whole_OI), keep=keep)
-    gate_TW, up_TW = (F.linear(x_TI.float(), weight.float()) for weight in (gate_WI, up_WI))
+    gate_TW, up_TW = (float_product(x_TI, weight) for weight in (gate_WI, up_WI))
     inner_TW = (F.silu(gate_TW) * up_TW).to(x_TI.dtype)
     return inner_TW, torch.cat((gate_TW, up_TW), -1).to(x_TI.dtype) if keep else None
 
@@ -165,9 +165,7 @@ def _gated_layer(
     constant to autograd."""
     inner_TW, products_TO = _product(x, gate, up, whole, True)
     assert products_TO is not None
-    if x.is_cuda:
-        return torch.mm(inner_TW, down.t(), out_dtype=torch.float32), products_TO
-    return F.linear(inner_TW.float(), down.float()), products_TO
+    return float_product(inner_TW, down), products_TO
 
 
 @_gated_layer.register_fake

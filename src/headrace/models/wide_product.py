@@ -39,13 +39,14 @@ def wide_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor 
     product: torch.Tensor = (
         torch.ops.headrace.wide_product(x_TI, weight_OI)
         if torch.is_grad_enabled()
-        else _product(x_TI, weight_OI)
+        else float_product(x_TI, weight_OI)
     )
     product = product if bias_O is None else product + bias_O.float()
     return product.view(*x.shape[:-1], weight_OI.shape[0])
 
 
-def _product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+def float_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """float32 [T, O]; torch cannot differentiate it."""
     if x_TI.device.type == "cuda":
         return torch.mm(x_TI, weight_OI.t(), out_dtype=torch.float32)
     return F.linear(x_TI.float(), weight_OI.float())
@@ -53,7 +54,7 @@ def _product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("headrace::wide_product", mutates_args=())
 def _wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _product(x, weight)
+    return float_product(x, weight)
 
 
 @_wide_product.register_fake
