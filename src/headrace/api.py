@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace import build, evaluation, teaching
-from headrace.config import Settings, from_dict
+from headrace.config import Settings, from_dict, laid_over, load
 from headrace.config.parameters import algo_parameters
 from headrace.errors import ConfigError, HeadraceError, TaskError
+from headrace.launch import own_loop
 from headrace.launch.controller_loop import ControllerLoop
 from headrace.observe.console import ConsoleSink
 from headrace.observe.events import Fanout
@@ -77,15 +78,20 @@ def train(
     TRL's signature or several, each a callable or ``module:function``. ``settings``: a mapping such as
     ``{"run.steps": 200}``. What is not given here is read from ``settings``. ``environment``: makes the one that runs
     attempts, from the model's renderer and how tokens are drawn; None: attempts are one turn each. ``resume`` is
-    the directory of a run to go on with, under the settings it was started with unless some are given.
+    the directory of a run to go on with, under the settings it was started with but for those that are given; what was
+    given from Python (tasks, reward, environment) is given again.
     """
     name = _environment_name(environment)
-    as_before = resume is not None and settings is None and model is None
-    asked = None if as_before else _settings(settings, model)
+    asked = _settings(settings, model) if resume is None else _changes(Path(resume), settings, model)
     with ExitStack() as held:
         if resume is not None:
             directory, chosen = RunDirectory.reopen(Path(resume), asked, environment=name)
             held.callback(directory.close)
+            if tasks is None and chosen.tasks.source is None:
+                raise ConfigError(
+                    f"resume: the run in {resume} was given its tasks from Python: give tasks again, and reward where "
+                    "that was given too"
+                )
             inputs = _inputs(chosen, tasks, reward, environment)
         else:
             assert asked is not None
@@ -93,8 +99,11 @@ def train(
             chosen, inputs = asked, _inputs(asked, tasks, reward, environment)
             directory = RunDirectory.create(chosen, environment=name)
             held.callback(directory.close)
-        with asyncio.Runner(loop_factory=ControllerLoop) as runner:
-            return runner.run(_train(chosen, inputs, directory))
+        try:
+            return own_loop.run(lambda: _train(chosen, inputs, directory), ControllerLoop)
+        except KeyboardInterrupt as stop:
+            stop.add_note(_how_to_go_on(directory))
+            raise
 
 
 def evaluate(
@@ -112,8 +121,8 @@ def evaluate(
     chosen = _settings(settings, model, training=False)
     rewards = _rewards(reward, chosen)
     _environment_name(environment)
-    return asyncio.run(
-        evaluation.run(
+    return own_loop.run(
+        lambda: evaluation.run(
             chosen,
             tasks,
             rewards,
@@ -172,8 +181,27 @@ def _settings(
     given: Settings | Mapping[str, Any] | None, model: str | Path | None, *, training: bool = True
 ) -> Settings:
     values = given.model_dump(mode="json", exclude_none=True) if isinstance(given, Settings) else given or {}
-    named = {} if model is None else {"model.path": str(model)}
-    return from_dict({**values, **named}, training=training)
+    return from_dict({**values, **_named(model)}, training=training)
+
+
+def _named(model: str | Path | None) -> dict[str, str]:
+    return {} if model is None else {"model.path": str(model)}
+
+
+def _changes(
+    run_dir: Path, given: Settings | Mapping[str, Any] | None, model: str | Path | None
+) -> Settings | None:
+    """The settings of a run with what is given laid over them; None: nothing is, or there is no run."""
+    if isinstance(given, Settings):
+        return _settings(given, model)
+    values, file = {**(given or {}), **_named(model)}, run_dir / "settings.toml"
+    return laid_over(load(file), values) if values and file.exists() else None
+
+
+def _how_to_go_on(directory: RunDirectory) -> str:
+    if directory.latest_checkpoint() is None:
+        return f"ended at once, before anything was trained; {directory.path} may be used again"
+    return f"ended at once; go on from the last checkpoint with: headrace train --resume {directory.path}"
 
 
 def _rewards(given: Any, settings: Settings, *, needed: bool = True) -> list[build.Reward]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
 from headrace import __version__
 from headrace.bench.commands import bench
-from headrace.cli_common import JsonFile, Overrides, RunFile, Traceback, write_json
+from headrace.cli_common import JsonFile, Overrides, RunFile, Traceback, output, write_json
 from headrace.config import Settings, load
 from headrace.errors import HeadraceError
 from headrace.memory.commands import plan
@@ -50,11 +51,11 @@ def train(
         settings = load(resume / "settings.toml", overrides or ()) if overrides else None
     else:
         settings = load(run_file, overrides or ())
-    result = api.train(settings=settings, resume=resume)
+    with _told_interrupts():
+        result = api.train(settings=settings, resume=resume)
     write_json(json_file, result.summary.as_dict())
     if result.interrupted:
-        Console(stderr=True).print(f"stopped; go on with: headrace train --resume {result.run_dir}")
-        raise typer.Exit(130)
+        _end_interrupted(f"stopped; go on with: headrace train --resume {result.run_dir}")
 
 
 @app.command()
@@ -69,6 +70,8 @@ def demo(
 
     result = program.run(seed=seed, overrides=overrides or ())
     write_json(json_file, {**result.summary.as_dict(), "rewards": result.rewards})
+    if result.interrupted:
+        _end_interrupted(f"stopped at step {result.num_steps}; a demo is not resumed: start it again")
 
 
 @app.command("eval")
@@ -87,7 +90,7 @@ def evaluate(
     rewards = _needed_rewards(settings)
     work = program.run(settings, None, rewards, num_tasks=num_tasks, num_samples=num_samples)
     evaluation = asyncio.run(work)
-    console = Console()
+    console = output()
     console.print(
         f"return {evaluation.mean_return:.4f} over {evaluation.num_tasks} tasks x {num_samples}, "
         f"{evaluation.mean_tokens:.1f} tokens each, {evaluation.share_cut:.1%} cut at rollout.max_tokens"
@@ -109,7 +112,7 @@ def doctor(
 
     settings = load(run_file, overrides or ()) if run_file or overrides else None
     findings = program.examine(settings)
-    program.show(findings, Console())
+    program.show(findings, output())
     write_json(json_file, [asdict(finding) for finding in findings])
     if any(finding.verdict == "fail" for finding in findings):
         raise typer.Exit(1)
@@ -122,6 +125,21 @@ def _root(version: Annotated[bool, typer.Option("--version", help="print the ver
         raise typer.Exit
 
 
+@contextmanager
+def _told_interrupts() -> Iterator[None]:
+    """A run that is ended at once says what is left of it."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        _end_interrupted("\n".join(getattr(stop, "__notes__", ())))
+
+
+def _end_interrupted(text: str) -> NoReturn:
+    if text:
+        print(text, file=sys.stderr)
+    raise typer.Exit(130)
+
+
 def _needed_rewards(settings: Settings) -> list[Any]:
     from headrace.config import require
 
@@ -130,7 +148,7 @@ def _needed_rewards(settings: Settings) -> list[Any]:
 
 
 def main() -> None:
-    # A user's modules beside the run file are importable, as they are for `python script.py`.
+    # Modules in the working directory are importable, as they are for `python -m`.
     sys.path.insert(0, str(Path.cwd()))
     try:
         app()
@@ -139,9 +157,6 @@ def main() -> None:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        print("ended at once; nothing since the last checkpoint is lost: resume the run", file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

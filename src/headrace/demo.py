@@ -87,7 +87,8 @@ def prepare(
 def run(*, seed: int = 0, overrides: Sequence[str] = (), warm_steps: int = WARM_STEPS) -> api.RunResult:
     """Train the demo model in a new run directory; with a ``lora`` setting among ``overrides``, an adapter."""
     name = time.strftime("demo-%Y%m%d-%H%M%S")
-    adapter = any(override.startswith("lora.") for override in overrides)
+    ranks = [o.partition("=")[2].strip() for o in overrides if o.startswith("lora.rank=")]
+    adapter = any(override.startswith("lora.") for override in overrides) and ranks[-1:] != ["0"]
     with tempfile.TemporaryDirectory(prefix="headrace-demo-") as made:
         # An adapter is nothing without the model it was trained on, which is therefore kept.
         chosen_dirs = [o.partition("=")[2] for o in overrides if o.startswith("run.dir=")] or ["runs"]

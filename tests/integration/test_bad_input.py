@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kill_tools import segment_directories
 
 import headrace
-from headrace import cli, demo
+from headrace import build, cli, demo
+from headrace.cli_common import output
 from headrace.config import from_dict, load, to_toml
 from headrace.errors import ConfigError, TaskError
 from headrace.observe.jsonl import read_events
@@ -267,6 +269,52 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_one_and_the_run_finishes_onc
     assert latest_checkpoint(Path("runs/run")).name == "step-00000000"
     assert [path.name for path in Path("runs/run/checkpoints").iterdir()] == ["step-00000000"]
     finishes(command)
+
+
+@pytest.mark.parametrize(
+    ("steps", "left"),
+    [(0, "before anything was trained; runs/run may be used again"), (2, "headrace train --resume runs/run")],
+)
+def test_a_run_that_is_ended_at_once_says_what_is_left(command, monkeypatch, steps, left):
+    resumed = ()
+    if steps:
+        assert command("train", "run.toml", "--set", f"run.steps={steps}")[0] == 0
+        resumed = ("--resume", "runs/run")
+
+    async def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "cluster", interrupted)
+    code, _, errors = command("train", "run.toml", *resumed)
+    assert code == 130
+    assert errors.startswith("ended at once") and errors.strip().endswith(left)
+
+
+def test_a_demo_that_is_stopped_says_so(command, monkeypatch):
+    stopped = SimpleNamespace(
+        interrupted=True, num_steps=3, rewards=(), summary=SimpleNamespace(as_dict=dict)
+    )
+    monkeypatch.setattr(demo, "run", lambda **_: stopped)
+    code, _, errors = command("demo")
+    assert (code, errors) == (130, "stopped at step 3; a demo is not resumed: start it again\n")
+
+
+def test_an_adapter_of_rank_0_is_none(workplace, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(demo.api, "train", lambda *, settings, **_: chosen.append(settings))
+    for overrides in (["lora.rank=0"], ["lora.rank=4"], ["lora.alpha=8.0"]):
+        demo.run(overrides=overrides, warm_steps=0)
+    assert [settings.lora.rank for settings in chosen] == [0, 4, 8]
+    whole, *adapters = [settings.trainer.learning_rate for settings in chosen]
+    assert whole == demo.SETTINGS["trainer.learning_rate"]
+    assert set(adapters) == {demo.ADAPTER_SETTINGS["trainer.learning_rate"]}
+
+
+def test_what_is_piped_is_not_broken_into_lines(capsys, monkeypatch):
+    """What is captured here is no terminal either."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    output().print(" ".join(["word"] * 60))
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_a_resume_under_changed_settings_names_them(refused, command):

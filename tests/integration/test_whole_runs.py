@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,30 @@ def test_a_run_that_dies_is_resumed_and_at_lag_0_ends_in_the_same_weights(settin
         expected = load_file(whole.model_dir / "model.safetensors")
         for name, tensor in load_file(resumed.model_dir / "model.safetensors").items():
             assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_resumed_run_has_its_own_settings_but_for_those_given(settings):
+    train({**settings, "run.steps": 2})
+    longer = train({"run": {"steps": 4}}, resume="runs/run")
+    assert longer.num_steps == 4
+    assert train({"run.steps": 6}, resume="runs/run").num_steps == 6
+    with pytest.raises(ConfigError, match=r"rollout\.group_size"):
+        train({"rollout.group_size": 8}, resume="runs/run")
+    with pytest.raises(ConfigError, match=r"^resume: the run in runs/run was given its tasks from Python"):
+        headrace.train(resume="runs/run")
+
+
+def test_runs_and_evaluations_from_within_a_loop(settings):
+    """As in a notebook."""
+
+    async def cells():
+        result = train(settings)
+        given = {"model": result.model_dir, "tasks": demo.tasks(8), "reward": letters}
+        return result, headrace.evaluate(**given, settings={"rollout.max_tokens": 8}, num_tasks=4)
+
+    result, evaluation = asyncio.run(cells())
+    assert result.num_steps == 6
+    assert evaluation.num_tasks == 4
 
 
 def test_evaluation_repeats_exactly(settings):

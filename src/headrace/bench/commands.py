@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from headrace.cli_common import JsonFile, Traceback, write_json
+from headrace.cli_common import JsonFile, Traceback, output, write_json
 from headrace.errors import ConfigError
 
 _BEGUN = time.monotonic()
@@ -56,13 +55,13 @@ def bench_engine(
         from headrace.bench import engine
 
         figures = engine.run(repeats=repeats, seed=seed)
-        Console().print(engine.table(figures))
+        output().print(engine.table(figures))
     elif routes:
         from headrace.bench import routes as recording
 
         _require_gpu("bench engine --routes")
         figures = recording.run(shape, workload=Workload(seed=seed), repeats=repeats, progress=_tell)
-        Console().print(recording.table(figures))
+        output().print(recording.table(figures))
     else:
         from headrace.bench import rollouts
 
@@ -75,7 +74,7 @@ def bench_engine(
             repeats=repeats,
             progress=_tell,
         )
-        Console().print(rollouts.table(figures))
+        output().print(rollouts.table(figures))
     write_json(json_file, figures)
     _fail_with(against, figures)
 
@@ -97,7 +96,7 @@ def bench_train(
     figures = train.run(
         shape=shape, repeats=repeats, optimizer=optimizer, row_tokens=row_tokens, host_moments=host_moments
     )
-    Console().print(train.table(figures))
+    output().print(train.table(figures))
     write_json(json_file, figures)
 
 
@@ -124,7 +123,7 @@ def bench_head(
         device=device,
         repeats=repeats,
     )
-    Console().print(head.table(figures))
+    output().print(head.table(figures))
     write_json(json_file, figures)
 
 
@@ -155,7 +154,7 @@ def bench_step(
         offload=offload,
         progress=_tell,
     )
-    Console().print(step.table(figures))
+    output().print(step.table(figures))
     write_json(json_file, figures)
     _fail_with(against, figures)
 
@@ -182,7 +181,7 @@ def bench_sync(
         updates=updates,
         progress=_tell,
     )
-    Console().print(sync.table(figures))
+    output().print(sync.table(figures))
     write_json(json_file, figures)
 
 
@@ -202,7 +201,7 @@ def bench_adapters(
     if shape is not None:
         _require_gpu("bench adapters --shape")
     figures = adapters.run(shape, rank=rank, num_adapters=num_adapters, progress=_tell)
-    Console().print(adapters.table(figures))
+    output().print(adapters.table(figures))
     write_json(json_file, figures)
 
 
@@ -226,7 +225,7 @@ def bench_mismatch(
     build.quieten()
     workload = mismatch.Workload(seed=seed)
     figures = mismatch.run(shape, against=against, peer_python=peer_python, workload=workload, progress=_tell)
-    Console().print(mismatch.table(figures))
+    output().print(mismatch.table(figures))
     write_json(json_file, figures)
 
 
@@ -243,7 +242,7 @@ def bench_soak(
     _require_gpu("bench soak")
     figures = soak.run(shape, minutes=minutes, progress=_tell)
     for name, value in figures.items():
-        Console().print(f"{name:>16}  {value}")
+        output().print(f"{name:>16}  {value}")
     write_json(json_file, figures)
 
 
@@ -264,7 +263,7 @@ def bench_overlap(
         prompt_tokens=prompt_tokens,
         on_run=_tell,
     )
-    Console().print(overlap.table(figures))
+    output().print(overlap.table(figures))
     write_json(json_file, figures)
 
 
@@ -285,7 +284,7 @@ def bench_trl(
         workload=workload,
         on_run=_tell,
     )
-    Console().print(against_trl.table(figures))
+    output().print(against_trl.table(figures))
     write_json(json_file, figures)
 
 
@@ -314,7 +313,7 @@ def bench_lag(
     chosen = range(first_seed, first_seed + seeds)
     if sweep is None:
         figures = two_lags.run(seeds=chosen, on_run=_tell)
-        Console().print(two_lags.table(figures))
+        output().print(two_lags.table(figures))
     else:
         figures = staleness.sweep(
             sweep,
@@ -324,7 +323,7 @@ def bench_lag(
             budget=staleness.Budget(steps=steps, groups=groups, learning_rate=learning_rate),
             on_run=_tell,
         )
-        Console().print(staleness.table(figures))
+        output().print(staleness.table(figures))
     write_json(json_file, figures)
     if picture is not None:
         (two_lags.write_picture if sweep is None else staleness_picture.write)(figures, picture)
@@ -342,7 +341,7 @@ def _fail_with(against: str | None, figures: Mapping[str, Any]) -> None:
 
 
 def _tell(line: str) -> None:
-    Console(stderr=True, highlight=False).print(f"{time.monotonic() - _BEGUN:6.1f} s  {line}")
+    output(stderr=True).print(f"{time.monotonic() - _BEGUN:6.1f} s  {line}")
 
 
 def _require_gpu(command: str) -> None:

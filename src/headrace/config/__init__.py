@@ -5,7 +5,7 @@
 ``reference`` serve errors and docs.
 """
 
-from headrace.config.loading import from_dict, load, require
+from headrace.config.loading import from_dict, laid_over, load, require
 from headrace.config.resume import changed_fields, fingerprint
 from headrace.config.settings import (
     AlgoSettings,
@@ -35,6 +35,7 @@ __all__ = [
     "changed_fields",
     "fingerprint",
     "from_dict",
+    "laid_over",
     "load",
     "require",
     "to_toml",

@@ -47,6 +47,12 @@ def from_dict(values: Mapping[str, Any], *, training: bool = True) -> Settings:
     return _build(list(_leaves(values)), training=training)
 
 
+def laid_over(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    """The settings with these values, by section or name, in place of their own."""
+    own = settings.model_dump(mode="json", exclude_none=True)
+    return _build([*_leaves(own), *_leaves(values)], training=True)
+
+
 def require(settings: Settings, *names: str) -> None:
     """Raise ConfigError unless each of these settings has been given."""
     values = settings.model_dump()

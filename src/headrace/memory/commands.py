@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from headrace.cli_common import JsonFile, Overrides, RunFile, Traceback, write_json
+from headrace.cli_common import JsonFile, Overrides, RunFile, Traceback, output, write_json
 from headrace.config import Settings, load, require
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def plan_memory(
     )
     planned = program.plan_memory(settings, model, kind=kind, device_bytes=device_bytes)
     found = program.remedies(settings, model, planned, kind=kind) if planned.crowded else []
-    console = Console(highlight=False)
+    console = output()
     console.print(table(planned))
     longest = program.longest_sequence(settings, model, kind=kind, device_bytes=device_bytes)
     for line in lines(planned, found, longest, model.context_tokens):

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli_common import JsonFile, Traceback, write_json
+from headrace.cli_common import JsonFile, Traceback, output, write_json
 from headrace.config import Settings, load
 from headrace.errors import ConfigError, ModelError
 from headrace.replay import view
@@ -32,7 +32,7 @@ def replay(
     """Show the rollouts a run has recorded, or verify them."""
     if recompute and not check:
         raise ConfigError("--recompute is a part of checking: give --check with it")
-    settings, console = _settings(run_dir), Console(highlight=False)
+    settings, console = _settings(run_dir), output()
     recording = read_recording(run_dir)
     _only(recording, group)
     if not check:
