@@ -11,6 +11,7 @@ a piece of the order; with ``"echo.coef"`` above 0 the answers are trained on to
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from headrace.types import Sampling, Task, Trajectory
 
 LETTERS = "abcdefghijklmnop"
 SHOWN, ASKED, STEPS = 5, 3, 60
-MODEL = Path("runs") / "echo-model"
 
 
 def following(letter: str, first: int, count: int) -> str:
@@ -54,16 +54,17 @@ def all_three(completions: list[str], letter: list[str]) -> list[float]:
     return [float(text == right) for text, right in zip(completions, wanted, strict=True)]
 
 
-def train(coef: float) -> list[dict[str, float]]:
+def train(directory: Path, coef: float) -> list[dict[str, float]]:
     """Reward and the environment's cross-entropy of every step."""
     result = headrace.train(
-        model=MODEL,
+        model=directory / "model",
         tasks=[{"prompt": f"{letter}>", "letter": letter} for letter in LETTERS],
         reward=all_three,
         environment=NextLetters,
         settings={
-            "run.name": f"echo-{coef:g}", "run.steps": STEPS, "run.launcher": "inline", "run.console": "off",
-            "run.checkpoint_every": 0, "rollout.group_size": 16, "rollout.groups_per_step": 8, "rollout.max_lag": 0,
+            "run.dir": str(directory), "run.name": f"echo-{coef:g}", "run.steps": STEPS,
+            "run.launcher": "inline", "run.console": "off", "run.checkpoint_every": 0,
+            "rollout.group_size": 16, "rollout.groups_per_step": 8, "rollout.max_lag": 0,
             "rollout.max_tokens": ASKED, "trainer.learning_rate": 2e-3, "model.device": "cpu",
             "algo.options": {"echo.coef": coef},
         },
@@ -73,9 +74,12 @@ def train(coef: float) -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    size = make_char_tokenizer(MODEL, LETTERS + ">")
-    make_tiny_model(MODEL, vocab_size=size, hidden_size=64, init_std=0.1, context_tokens=32)
-    plain, echoing = train(0.0), train(0.1)
+    with tempfile.TemporaryDirectory(prefix="headrace-echo-") as made:
+        size = make_char_tokenizer(Path(made) / "model", LETTERS + ">")
+        make_tiny_model(
+            Path(made) / "model", vocab_size=size, hidden_size=64, init_std=0.1, context_tokens=32
+        )
+        plain, echoing = train(Path(made), 0.0), train(Path(made), 0.1)
     print("steps    reward  with ECHO  cross-entropy of the answers with it")
     for first in range(0, STEPS, 12):
         span = slice(first, first + 12)

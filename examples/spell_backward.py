@@ -1,6 +1,6 @@
 """A reasoning-gym generator as an endless task source: spelling words backwards.
 
-    pip install 'headrace[tasks]'
+    pip install -e '.[tasks]'
     python examples/spell_backward.py
 
 The model is a tiny one over single characters, so the question is cut down to the word itself. With a

@@ -83,9 +83,7 @@ WITHOUT_TORCH = (
     "algos.advantages",
     "engines.scripted",
 )
-OPTIONAL = frozenset(
-    {"datasets", "peft", "ray", "reasoning_gym", "tensorboard", "trackio", "trl", "vllm", "wandb"}
-)
+OPTIONAL = frozenset({"datasets", "peft", "reasoning_gym", "trl", "vllm"})
 PICKLING = frozenset({"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"})
 
 

@@ -320,7 +320,7 @@ def check_packages(settings: Settings) -> None:
     """Raise for an optional package that the run will need and that is not there."""
     if settings.lora.rank and importlib.util.find_spec("peft") is None:
         raise ConfigError(
-            "lora.rank: adapters are trained through peft, which is not installed: pip install 'headrace[lora]', or "
+            "lora.rank: adapters are trained through peft, which is not installed: install Headrace's extra lora, or "
             "set lora.rank = 0"
         )
 

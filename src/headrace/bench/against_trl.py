@@ -183,7 +183,7 @@ def require(packages: Sequence[str] = PEER_PACKAGES) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"bench trl needs {', '.join(missing)}, not installed here; run: pip install 'headrace[bench]'"
+            f"bench trl needs {', '.join(missing)}, not installed here: install Headrace's extra bench"
         )
 
 

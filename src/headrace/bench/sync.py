@@ -83,7 +83,7 @@ def run(
 def _cells_here(device: str, progress: Callable[[str], None]) -> list[tuple[str, str]]:
     if importlib.util.find_spec("peft") is not None:
         return _CELLS[device]
-    progress("adapters are left out, since peft is not installed: pip install 'headrace[lora]'")
+    progress("adapters are left out, since peft (Headrace's extra lora) is not installed")
     return [cell for cell in _CELLS[device] if not _is_adapter(cell)]
 
 

@@ -306,7 +306,7 @@ class TrainerSettings(Section):
 
 
 class LoraSettings(Section):
-    """Train a low-rank adapter instead of the whole model (needs peft: `pip install headrace[lora]`)."""
+    """Train a low-rank adapter instead of the whole model (needs peft: the extra `lora`)."""
 
     rank: int = Field(0, ge=0)
     """Rank of the adapter in every layer it changes; 0 trains the whole model."""

@@ -317,5 +317,6 @@ def _optional(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise TaskError(
-            f"this task source needs {module} ({error}): install it with pip install 'headrace[tasks]'"
+            f"this task source needs {module} ({error}): install Headrace's extra tasks, in its checkout by "
+            "pip install -e '.[tasks]'"
         ) from error

@@ -61,7 +61,7 @@ def lines(plan: MemoryPlan, found: list[str], longest: int, context_tokens: int)
     said = [
         f"{plan.model}, {plan.num_weights / 1e9:.2f} billion weights",
         f"rows of {plan.row_tokens:,} tokens{recomputed}; each engine keeps {plan.kv_tokens:,} tokens",
-        *(f"{place}: {_needs(plan, place)}" for place in plan.places),
+        *_needs_of_all(plan),
         f"longest sequence that can be trained: {longest:,} of the model's {context_tokens:,} tokens",
     ]
     if not plan.crowded:
@@ -73,6 +73,18 @@ def lines(plan: MemoryPlan, found: list[str], longest: int, context_tokens: int)
             f"{short}; any one of these makes it fit: {', '.join(f'--set {one}' for one in found)}",
         ]
     return [*said, f"{short}, and no single setting helps; use more or larger devices, or a smaller model"]
+
+
+def _needs_of_all(plan: MemoryPlan) -> list[str]:
+    """A line for each place, or for those in a row that need the same."""
+    alike: list[tuple[list[str], str]] = []
+    for place in plan.places:
+        needed = _needs(plan, place)
+        if alike and alike[-1][1] == needed:
+            alike[-1][0].append(place)
+        else:
+            alike.append(([place], needed))
+    return [f"{_span(places)}: {needed}{' each' if len(places) > 1 else ''}" for places, needed in alike]
 
 
 def _needs(plan: MemoryPlan, place: str) -> str:

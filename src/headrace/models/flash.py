@@ -160,12 +160,13 @@ def fast_kernels(device: torch.device, head_size: int) -> FastKernels | None:
         return FastKernels(module._flash_attn_fwd, module._flash_attn_bwd)
     except (ImportError, OSError, RuntimeError) as error:
         raise ModelError(
-            f"attention: flash-attn-4 is installed and cannot be imported ({error}); install headrace[flash] anew, "
-            "or uninstall flash-attn-4 to use torch's own kernels"
+            f"attention: flash-attn-4 is installed and cannot be imported ({error}); install Headrace's extra "
+            "flash anew, or uninstall flash-attn-4 to use torch's own kernels"
         ) from error
     except AttributeError as error:
         raise ModelError(
-            f"attention: this version of flash-attn-4 is not known ({error}); install the one headrace[flash] asks for"
+            f"attention: this version of flash-attn-4 is not known ({error}); install the one that Headrace's extra "
+            "flash asks for"
         ) from error
 
 

@@ -80,7 +80,8 @@ def _merged(directory: Path, *, dtype: str, device: str) -> PreTrainedModel:
         from peft import PeftModel
     except ImportError as error:
         raise ModelError(
-            f"model {str(directory)!r} is an adapter, and peft cannot be imported ({error}); install headrace[lora]."
+            f"model {str(directory)!r} is an adapter, and peft cannot be imported ({error}); install Headrace's "
+            "extra lora."
         ) from error
     model = PeftModel.from_pretrained(load_model(base, dtype=dtype, device=device), str(directory))
     merged: PreTrainedModel = model.merge_and_unload()

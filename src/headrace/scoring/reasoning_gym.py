@@ -87,7 +87,8 @@ def _score_function(name: str, options: Mapping[str, Any]) -> Callable[..., floa
         reasoning_gym = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise TaskError(
-            f"this reward needs reasoning_gym ({error}): install it with pip install 'headrace[tasks]'"
+            f"this reward needs reasoning_gym ({error}): install Headrace's extra tasks, in its checkout by "
+            "pip install -e '.[tasks]'"
         ) from error
     try:
         return reasoning_gym.create_dataset(name, **{"size": 1, "seed": 0, **options}).score_answer

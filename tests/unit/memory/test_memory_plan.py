@@ -322,3 +322,11 @@ def test_weights_that_do_not_fit_into_shared_memory_are_planned_as_they_travel(m
         monkeypatch.setattr(build.shutil, "disk_usage", lambda path, usage=usage: usage)
         plan = plan_memory(settings, published("qwen2-1.5b"), kind="cpu", device_bytes=H200)
         assert bool(bytes_for(plan, "published weights")) == is_held
+
+
+def test_gpus_that_need_the_same_share_a_line():
+    asked = ["plan", "memory", "--shape", "qwen2-7b", "--device-memory", "80", "--set", "trainer.ranks=8"]
+    done = CliRunner().invoke(app, asked)
+    needed = [line for line in done.output.splitlines() if line.startswith("GPU ") and " of 80.00 GB" in line]
+    assert [line.split(":")[0] for line in needed] == ["GPU 0", "GPU 1 to 7"]
+    assert needed[1].endswith("each")
