@@ -112,7 +112,7 @@ class TaskSettings(Section):
 
     source: str | None = None
     """A `.jsonl` file, `hf:NAME` (Hugging Face dataset), `gym:NAME` (reasoning-gym generator) or
-    `module:function` (returns a list of rows)."""
+    `module:function` or `file.py:function` (returns a list of rows)."""
     prompt_column: str = "prompt"
     """Column with the prompt, text or chat messages; all other columns reach the reward functions."""
     limit: int | None = Field(None, ge=1)
@@ -120,7 +120,7 @@ class TaskSettings(Section):
     shuffle: bool = True
     """Reorder the tasks on every pass, by `run.seed`."""
     system_prompt: str | None = None
-    """System message put before every prompt; not set: none."""
+    """System message put before every prompt, which makes prompts of text into chat messages; not set: none."""
     options: Options = Field(default_factory=dict)
     """Arguments of the source: `split` (`train` unless given) and `subset` of a Hugging Face dataset, the generator's
     for `gym:`, the function's for `module:function`."""
@@ -168,7 +168,7 @@ class RewardSettings(Section):
     """What an attempt is worth."""
 
     functions: Texts = ()
-    """Reward functions as `module:function`, called as TRL calls them."""
+    """Reward functions as `module:function` or `file.py:function`, called as TRL calls them (`docs/your_own.md`)."""
     weights: Numbers | None = None
     """One factor per function; not set: 1 each."""
     timeout_s: float = Field(60.0, gt=0)
