@@ -272,6 +272,7 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
     try:
         sink.emit("phase", {"text": f"starting {settings.engine.count} engine(s) and the trainer"})
         cluster = await build.cluster(settings, inputs.rewards, run_dir=directory.path)
+        loop.loaded()
         async with _closing(cluster, sink):
             scorer = build.scorer(settings, inputs.rewards, cluster.scorers)
             pipeline = Pipeline(

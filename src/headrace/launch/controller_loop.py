@@ -1,7 +1,8 @@
 """The controller's event loop, which knows where its own time goes.
 
 An event loop either runs callbacks or waits in its selector, so charging the two sides of ``select`` to
-a ledger accounts for every moment of the controller: ``working`` and ``waiting``. While the loop is open, the
+a ledger accounts for every moment of the controller: ``working`` and ``waiting``, and both are ``loading`` until
+whoever starts the workers says that they are there. While the loop is open, the
 garbage collector leaves alone what was there before it (modules, tasks), most of what it would walk, and looks at the
 rest seldom: what comes and goes with an attempt holds no cycles and is freed without it.
 """
@@ -26,8 +27,8 @@ class _MeteredSelector(selectors.DefaultSelector):
         self._ledger = ledger
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout == 0:
-            # Callbacks are due: this only looks, and looking is work.
+        if timeout == 0 or self._ledger.current == "loading":
+            # Callbacks are due: this only looks, and looking is work. Waiting for workers to start is loading.
             return super().select(timeout)
         self._ledger.switch("waiting")
         try:
@@ -48,6 +49,10 @@ class ControllerLoop(asyncio.SelectorEventLoop):
         gc.set_threshold(*self._gc_thresholds)
         gc.unfreeze()
         super().close()
+
+    def loaded(self) -> None:
+        """The workers are there: what is charged to ``loading`` ends."""
+        self._ledger.switch("working")
 
     def status(self) -> RoleStatus:
         return RoleStatus(role="controller", version=0, progress=0, seconds=self._ledger.seconds())
