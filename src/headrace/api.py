@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from headrace.config.parameters import algo_parameters
 from headrace.errors import ConfigError, HeadraceError, TaskError
 from headrace.launch import own_loop
 from headrace.launch.controller_loop import ControllerLoop
+from headrace.observe import verdict
 from headrace.observe.console import ConsoleSink
 from headrace.observe.events import Fanout
 from headrace.observe.jsonl import JsonlSink
@@ -289,7 +291,11 @@ async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -
                 # Inline, the engine and the trainer run on this loop too: its time is theirs.
                 own_status=loop.status if settings.run.launcher == "local" else None,
             )
-            start = {"steps": settings.run.steps, "run_dir": str(directory.path)}
+            start = {
+                "steps": settings.run.steps,
+                "run_dir": str(directory.path),
+                "settings": {name: attrgetter(name)(settings) for name in verdict.SETTINGS},
+            }
             sink.emit("run.start", {**start, **pipeline.books()})
             with _stop_on_signal(pipeline, sink):
                 state = await pipeline.run()

@@ -2,7 +2,8 @@
 
 An event is a name and a mapping of plain values; every sink gets every event, in order:
 
-    run.start   steps, run_dir; a resumed run adds the tokens_by_state it begins with
+    run.start   steps, run_dir, settings (by name, those that the verdict depends on); a resumed run adds the
+                tokens_by_state it begins with
     phase       text: what the run is busy with before and between steps (``saving the checkpoint of step 50``)
     step        step, version, skipped, reward, lag_mean, lag_max, age_spread, tokens, tokens_per_s, goodput,
                 metrics (by name), roles (``RoleStatus`` as mappings), attempts and tokens_by_state

@@ -1,7 +1,7 @@
 """Where a run stands, gathered from its events; what the console draws and the summary sums up.
 
-In: events. Out: a ``Progress`` that holds the newest figures, the reward of every step and the usual number
-of attempts in each live state. It is a sink itself, so a run can be summed up without a console.
+In: events. Out: a ``Progress`` that holds the newest figures and the reward of every step. It is a sink itself, so a
+run can be summed up without a console.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class Progress:
         self._clock = clock
         self._started = clock()
         self._ended: float | None = None
-        self._attempt_sums: dict[str, float] = {}
         self.num_steps = 0
         """Steps at which the run is complete; 0: not known yet."""
         self.run_dir = ""
+        self.settings: dict[str, Any] = {}
+        """Of the run's settings, those that the verdict depends on, by name."""
         self.step = 0
         self.version = 0
         self.rewards: list[float] = []
@@ -56,16 +57,12 @@ class Progress:
     def elapsed_s(self) -> float:
         return (self._clock() if self._ended is None else self._ended) - self._started
 
-    @property
-    def mean_attempts(self) -> dict[str, float]:
-        """Attempts by state, averaged over the steps seen."""
-        return {state: total / max(1, self.num_steps_seen) for state, total in self._attempt_sums.items()}
-
     def emit(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == events.RUN_START:
             self._started = self._clock()
             self.num_steps = int(fields.get("steps") or 0)
             self.run_dir = str(fields.get("run_dir") or "")
+            self.settings = dict(fields.get("settings") or {})
             self.tokens_before = dict(fields.get("tokens_by_state") or {})
         elif event == events.STEP:
             self._on_step(fields)
@@ -95,8 +92,6 @@ class Progress:
         skipped = fields.get("skipped")
         self.message = f"step {self.step} was skipped: {skipped}" if skipped else ""
         self._on_books(fields)
-        for state, count in self.attempts.items():
-            self._attempt_sums[state] = self._attempt_sums.get(state, 0.0) + count
 
     def _on_books(self, fields: Mapping[str, Any]) -> None:
         if fields.get("roles"):

@@ -172,13 +172,19 @@ def summarise(progress: Progress) -> Summary:
         seconds={role.role: dict(role.seconds) for role in progress.roles},
         idle={role.role: idle_share(role.seconds) for role in progress.roles},
         goodput=goodput(trained_now, progress.roles),
-        verdict=judge(progress.roles, progress.tokens_by_state, progress.mean_attempts),
+        verdict=_verdict(progress),
         missing_scores=dict(progress.missing_scores),
         asked_again=dict(progress.asked_again),
         num_given_up=progress.num_given_up,
         length_bias=progress.length_bias,
         branches=_branches(progress),
     )
+
+
+def _verdict(progress: Progress) -> Verdict:
+    if not progress.num_steps_seen:
+        return Verdict(bottleneck="unknown", text="no verdict: no step was taken")
+    return judge(progress.roles, progress.tokens_by_state, progress.settings)
 
 
 def _branches(progress: Progress) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """What the seconds and the counts say: shares, idle shares, goodput and the bottleneck in one line.
 
-In: seconds by activity of every role (``RoleStatus.seconds``) and the attempt ledger's counts. Out: plain
-figures and a ``Verdict``. Pure. Invariant: the shares of a role sum to one, so a share that grows takes
-from another, and idle time cannot hide.
+In: seconds by activity of every role (``RoleStatus.seconds``), the attempt ledger's counts, and the ``SETTINGS`` that
+advice depends on. Out: plain figures and a ``Verdict``. Pure. Invariant: the shares of a role sum to one, so a share
+that grows takes from another, and idle time cannot hide.
 
 Idle shares leave out loading: they describe the run once it runs. Device time is that of engines and
 trainers; controller and scorers use no device.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.timekeeping import SCORING_ACTIVITIES
 from headrace.types import RoleStatus
@@ -27,10 +28,29 @@ COSTLY_SYNC = 0.2
 COSTLY_DROPS = 0.1
 
 
+SETTINGS = ("run.launcher", "rollout.max_lag", "rollout.over_provision", "weights.mode")
+"""What ``judge`` is told of the run's settings, so that it advises nothing that is so already."""
+
+SOURCES = {
+    "outcome": ("the reward functions", "make them faster, or raise reward.workers"),
+    "reference": (
+        "the reference",
+        'where the KL term is in the loss, set "kl.reference" in algo.options to trainer',
+    ),
+    "teacher": ("a teacher", "name smaller ones in distill.teachers"),
+    "process": ("the judge of steps", "name a faster one in scoring.process"),
+}
+"""By source of the scoring stage, what people call it and what helps when it is slow."""
+_EXPOSED = "_exposed_s"
+_BUSY_SOURCES = {"scorer": "outcome", "reference": "reference", "teacher": "teacher", "process": "process"}
+"""The source that a kind of role answers for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     bottleneck: str
-    """``trainer``, ``generation``, ``scoring``, ``weight-sync``, ``lag``, ``none`` or ``unknown``."""
+    """``trainer``, ``generation``, ``scoring``, ``weight-sync``, ``controller``, ``launcher``, ``lag``, ``none`` or
+    ``unknown``."""
     text: str
     """One line: what is short, by how much, and what to change."""
 
@@ -105,26 +125,28 @@ def drop_shares(tokens_by_state: Mapping[str, int]) -> dict[str, float]:
 def judge(
     roles: Sequence[RoleStatus],
     tokens_by_state: Mapping[str, int],
-    mean_attempts: Mapping[str, float] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Verdict:
-    """The bottleneck and what to change. ``mean_attempts`` is the usual number of attempts by live state;
-    it tells a slow reward from work that is merely held back."""
+    """The bottleneck and what to change. ``settings``: ``SETTINGS`` by name; one that is not there is not known."""
     by_kind = _mean_shares(roles)
     if "engine" not in by_kind or "trainer" not in by_kind:
         return Verdict(bottleneck="unknown", text="no verdict: engine and trainer have reported no time yet")
-    verdict = _bottleneck(by_kind, mean_attempts or {})
+    verdict = _bottleneck(by_kind, _exposed_sources(roles), settings or {})
     losses = _loss_text(tokens_by_state)
     return Verdict(bottleneck=verdict.bottleneck, text=verdict.text + losses)
 
 
-def _bottleneck(by_kind: Mapping[str, tuple[float, float]], mean_attempts: Mapping[str, float]) -> Verdict:
+def _bottleneck(
+    by_kind: Mapping[str, tuple[float, float]], exposed: Mapping[str, float], settings: Mapping[str, Any]
+) -> Verdict:
     engine_idle, engine_sync = by_kind["engine"]
     trainer_idle, trainer_sync = by_kind["trainer"]
     if max(engine_sync, trainer_sync) > COSTLY_SYNC:
+        swap = "" if settings.get("weights.mode") == "never" else "set weights.mode to never, or "
         return Verdict(
             bottleneck="weight-sync",
             text=f"weight-sync-bound: weights take {engine_sync:.0%} of engine and {trainer_sync:.0%} "
-            "of trainer time; let engines swap without stopping (interrupt never), or enlarge batches",
+            f"of trainer time; {swap}raise rollout.groups_per_step, so that they change less often",
         )
     waits = f"engines idle {engine_idle:.0%}, trainer idle {trainer_idle:.0%}"
     if engine_idle <= NOTABLE and trainer_idle <= NOTABLE:
@@ -132,17 +154,34 @@ def _bottleneck(by_kind: Mapping[str, tuple[float, float]], mean_attempts: Mappi
     if trainer_idle <= NOTABLE:
         return Verdict(
             bottleneck="trainer",
-            text=f"trainer-bound: {waits}; give the trainer more devices or take them from generation",
+            text=f"trainer-bound: {waits}; give the trainer more devices (trainer.ranks), or generation fewer "
+            "(engine.count)",
         )
     if engine_idle <= NOTABLE:
         return Verdict(
             bottleneck="generation",
-            text=f"generation-bound: {waits}; add engines, or shorten completions (max_tokens)",
+            text=f"generation-bound: {waits}; raise engine.count, or shorten completions (rollout.max_tokens)",
         )
-    if _scoring_holds(by_kind, mean_attempts):
+    return _both_wait(waits, by_kind, exposed, settings)
+
+
+def _both_wait(
+    waits: str,
+    by_kind: Mapping[str, tuple[float, float]],
+    exposed: Mapping[str, float],
+    settings: Mapping[str, Any],
+) -> Verdict:
+    """What engines and trainer both wait for."""
+    source = _slow_source(by_kind, exposed)
+    if source is not None:
+        who, remedy = SOURCES.get(source, (source, "make it faster"))
         return Verdict(
-            bottleneck="scoring",
-            text=f"scoring-bound: {waits} while attempts wait for rewards; make them faster or add workers",
+            bottleneck="scoring", text=f"scoring-bound: {waits} while attempts wait for {who}; {remedy}"
+        )
+    if settings.get("run.launcher") == "inline":
+        return Verdict(
+            bottleneck="launcher",
+            text=f"launcher-bound: {waits}: run.launcher = inline runs them in turn; local runs them at once",
         )
     if "controller" in by_kind and by_kind["controller"][0] < 0.5:
         return Verdict(
@@ -151,16 +190,40 @@ def _bottleneck(by_kind: Mapping[str, tuple[float, float]], mean_attempts: Mappi
             "time; attempts are short for its bookkeeping: give it a core of its own, or longer completions",
         )
     return Verdict(
-        bottleneck="lag",
-        text=f"lag-bound: {waits}, each waits for the other; raise max_lag (0 is synchronous) "
-        "or use the local launcher",
+        bottleneck="lag", text=f"lag-bound: {waits}, each waits for the other; {_more_under_way(settings)}"
     )
 
 
-def _scoring_holds(by_kind: Mapping[str, tuple[float, float]], mean_attempts: Mapping[str, float]) -> bool:
-    if any(kind in by_kind and by_kind[kind][0] <= NOTABLE for kind in ("scorer", "process")):
-        return True
-    return mean_attempts.get("scoring", 0.0) > mean_attempts.get("generating", 0.0)
+def _more_under_way(settings: Mapping[str, Any]) -> str:
+    """The setting that bounds how many groups are under way."""
+    max_lag, batches = settings.get("rollout.max_lag"), settings.get("rollout.over_provision")
+    if max_lag is None:
+        return "raise rollout.max_lag"
+    if batches is not None and batches < max_lag + 1:
+        return f"raise rollout.over_provision (it is {batches:g})"
+    return f"raise rollout.max_lag (it is {max_lag}{', which is synchronous' if max_lag == 0 else ''})"
+
+
+def _slow_source(by_kind: Mapping[str, tuple[float, float]], exposed: Mapping[str, float]) -> str | None:
+    """The source of scores that both wait for; None: they wait for something else."""
+    for role, source in _BUSY_SOURCES.items():
+        if role in by_kind and by_kind[role][0] <= NOTABLE:
+            return source
+    both_idle = min(by_kind["engine"][0], by_kind["trainer"][0])
+    slowest = max(exposed, key=lambda source: exposed[source], default=None)
+    return slowest if slowest is not None and exposed[slowest] >= both_idle / 2 else None
+
+
+def _exposed_sources(roles: Sequence[RoleStatus]) -> dict[str, float]:
+    """By source of scores, the share of the time in which it was asked and nothing was generated."""
+    for role in roles:
+        age_s = sum(role.seconds.values())
+        if role.role == "scoring" and age_s > 0:
+            named = {
+                name.removesuffix(_EXPOSED): n for name, n in role.counters.items() if name.endswith(_EXPOSED)
+            }
+            return {source: spent / age_s for source, spent in named.items()}
+    return {}
 
 
 def _loss_text(tokens_by_state: Mapping[str, int]) -> str:
@@ -170,9 +233,9 @@ def _loss_text(tokens_by_state: Mapping[str, int]) -> str:
         return ""
     worst = max(lost, key=lambda reason: lost[reason])
     remedy = {
-        "stale": "set staleness to pace, or raise max_lag",
-        "zero-variance": "choose tasks that are neither solved nor hopeless, or larger groups",
-        "over-length": "raise max_tokens",
+        "stale": "set rollout.staleness to pace, or raise rollout.max_lag",
+        "zero-variance": "choose tasks that are neither solved nor hopeless, or raise rollout.group_size",
+        "over-length": "raise rollout.max_tokens",
         "wide-mask": "set rollout.top_k, or lower rollout.top_p",
         "failed": "see the drop events for the cause",
     }

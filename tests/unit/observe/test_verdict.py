@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import re
+from typing import Any, get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.config.names import FIELDS
 from headrace.observe.verdict import (
+    SETTINGS,
+    SOURCES,
     drop_shares,
     goodput,
     hidden_share,
@@ -13,7 +19,7 @@ from headrace.observe.verdict import (
     percentages,
     shares,
 )
-from headrace.types import RoleStatus
+from headrace.types import DropReason, RoleStatus
 
 SECONDS = st.dictionaries(
     st.sampled_from(["loading", "decode", "prefill", "idle-no-work", "paused-for-weights"]),
@@ -46,6 +52,13 @@ def trainer(idle: float, publishing: float = 0.0) -> RoleStatus:
         waiting_for_batch=100 * idle,
         publishing=100 * publishing,
     )
+
+
+def scoring(exposed: float, **sources: float) -> RoleStatus:
+    """The scoring stage: its exposed share, and of each source the share in which it was asked and exposed."""
+    seconds = {"scoring-exposed": 100 * exposed, "idle-no-work": 100 * (1 - exposed)}
+    counters = {f"{source}_exposed_s": 100 * share for source, share in sources.items()}
+    return RoleStatus(role="scoring", version=0, progress=0, seconds=seconds, counters=counters)
 
 
 @given(SECONDS)
@@ -90,48 +103,114 @@ def test_drop_shares_are_of_ended_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("roles", "mean_attempts", "bottleneck", "words"),
+    ("roles", "bottleneck", "words"),
     [
         (
             [engine(0.4), trainer(0.05)],
-            {},
             "trainer",
-            ["trainer-bound", "engines idle 40%", "trainer idle 5%"],
+            ["trainer-bound", "engines idle 40%", "trainer idle 5%", "trainer.ranks", "engine.count"],
         ),
-        ([engine(0.05), trainer(0.4)], {}, "generation", ["generation-bound", "add engines"]),
-        ([engine(0.05), trainer(0.05)], {}, "none", ["balanced"]),
-        ([engine(0.5), trainer(0.5)], {}, "lag", ["max_lag"]),
-        ([engine(0.5), trainer(0.5)], {"scoring": 9.0, "generating": 1.0}, "scoring", ["reward"]),
-        ([engine(0.5), trainer(0.5)], {"scoring": 1.0, "generating": 9.0}, "lag", ["max_lag"]),
         (
-            [engine(0.5), trainer(0.5), role("scorer-0", scoring=9, waiting=1)],
-            {},
-            "scoring",
-            ["scoring-bound"],
+            [engine(0.05), trainer(0.4)],
+            "generation",
+            ["generation-bound", "engine.count", "rollout.max_tokens"],
         ),
-        ([engine(0.5), trainer(0.5), role("scorer-0", scoring=1, waiting=9)], {}, "lag", []),
-        ([engine(0.1, paused=0.3), trainer(0.1)], {}, "weight-sync", ["30% of engine"]),
-        ([engine(0.3), trainer(0.1, publishing=0.25)], {}, "weight-sync", ["25% of trainer"]),
-        ([engine(0.0), engine(0.5, name="engine-1"), trainer(0.0)], {}, "trainer", ["engines idle 25%"]),
-        ([engine(0.5)], {}, "unknown", ["no verdict"]),
-        ([role("engine-0", loading=3.0), trainer(0.1)], {}, "unknown", []),
+        ([engine(0.05), trainer(0.05)], "none", ["balanced"]),
+        ([engine(0.5), trainer(0.5)], "lag", ["raise rollout.max_lag"]),
+        ([engine(0.5), trainer(0.5), role("scorer-0", scoring=9, waiting=1)], "scoring", ["reward.workers"]),
+        ([engine(0.5), trainer(0.5), role("scorer-0", scoring=1, waiting=9)], "lag", []),
+        (
+            [engine(0.1, paused=0.3), trainer(0.1)],
+            "weight-sync",
+            ["30% of engine", "rollout.groups_per_step"],
+        ),
+        ([engine(0.3), trainer(0.1, publishing=0.25)], "weight-sync", ["25% of trainer"]),
+        ([engine(0.0), engine(0.5, name="engine-1"), trainer(0.0)], "trainer", ["engines idle 25%"]),
+        ([engine(0.5)], "unknown", ["no verdict"]),
+        ([role("engine-0", loading=3.0), trainer(0.1)], "unknown", []),
     ],
 )
-def test_bottlenecks(
-    roles: list[RoleStatus], mean_attempts: dict[str, float], bottleneck: str, words: list[str]
-) -> None:
-    verdict = judge(roles, {"trained": 1000}, mean_attempts)
+def test_bottlenecks(roles: list[RoleStatus], bottleneck: str, words: list[str]) -> None:
+    verdict = judge(roles, {"trained": 1000})
     assert verdict.bottleneck == bottleneck
     for word in words:
         assert word in verdict.text
+    assert "launcher" not in verdict.text
     assert "dropped" not in verdict.text and "\n" not in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        (scoring(0.4, outcome=0.4), ["the reward functions", "reward.workers"]),
+        (scoring(0.4, outcome=0.1, reference=0.4), ["the reference", '"kl.reference" in algo.options']),
+        (scoring(0.4, outcome=0.1, teacher=0.4), ["a teacher", "distill.teachers"]),
+        (scoring(0.4, outcome=0.1, process=0.4), ["the judge of steps", "scoring.process"]),
+        (scoring(0.4, outcome=0.1, oracle=0.4), ["attempts wait for oracle"]),
+        # An engine that does nothing but score, and is never idle.
+        (role("reference", prefill=95, idle_no_work=5), ["the reference"]),
+        (role("teacher-wise", prefill=95, idle_no_work=5), ["a teacher"]),
+    ],
+)
+def test_the_slow_source_of_scores_is_named(stage: RoleStatus, words: list[str]) -> None:
+    verdict = judge([engine(0.5), trainer(0.6), stage], {})
+    assert verdict.bottleneck == "scoring"
+    for word in words:
+        assert word in verdict.text
+    assert ("reward" in verdict.text) == ("reward.workers" in words)
+
+
+def test_scores_that_take_little_of_what_both_wait_are_not_the_bottleneck() -> None:
+    assert judge([engine(0.5), trainer(0.6), scoring(0.2, outcome=0.2)], {}).bottleneck == "lag"
+
+
+@pytest.mark.parametrize(
+    ("settings", "bottleneck", "advice"),
+    [
+        ({"run.launcher": "inline", "rollout.max_lag": 1}, "launcher", "local runs them at once"),
+        ({"run.launcher": "local", "rollout.max_lag": 1}, "lag", "raise rollout.max_lag (it is 1)"),
+        ({"rollout.max_lag": 0}, "lag", "raise rollout.max_lag (it is 0, which is synchronous)"),
+        (
+            {"rollout.max_lag": 3, "rollout.over_provision": 1.5},
+            "lag",
+            "raise rollout.over_provision (it is 1.5)",
+        ),
+        ({"rollout.max_lag": 1, "rollout.over_provision": 2.0}, "lag", "raise rollout.max_lag (it is 1)"),
+    ],
+)
+def test_advice_depends_on_what_is_set(settings: dict[str, Any], bottleneck: str, advice: str) -> None:
+    verdict = judge([engine(0.5), trainer(0.5)], {}, settings)
+    assert verdict.bottleneck == bottleneck
+    assert verdict.text.endswith(advice)
+
+
+@pytest.mark.parametrize(("mode", "is_advised"), [("block", True), ("never", False)])
+def test_weights_that_already_land_without_a_stop_are_not_told_to(mode: str, is_advised: bool) -> None:
+    text = judge([engine(0.1, paused=0.3), trainer(0.1)], {}, {"weights.mode": mode}).text
+    assert ("set weights.mode to never" in text) == is_advised
+
+
+def test_whatever_looks_like_a_setting_is_one() -> None:
+    dropped = [f"dropped:{reason}" for reason in get_args(DropReason)]
+    roles = [
+        [engine(0.5), trainer(0.5)],
+        [engine(0.5), trainer(0.05)],
+        [engine(0.05), trainer(0.5)],
+        [engine(0.1, paused=0.3), trainer(0.1)],
+        *([engine(0.5), trainer(0.5), scoring(0.5, **{source: 0.5})] for source in SOURCES),
+    ]
+    texts = [judge(each, {state: 1}).text for each in roles for state in dropped]
+    texts += [judge(roles[0], {}, {"run.launcher": "inline"}).text]
+    named = {name for text in texts for name in re.findall(r"(?<![\"\w])[a-z]+\.[a-z_]+", text)}
+    assert len(named) > 10
+    assert named | set(SETTINGS) <= set(FIELDS)
 
 
 def test_heavy_drops_are_part_of_the_verdict() -> None:
     roles = [engine(0.05), trainer(0.05)]
     heavy = judge(roles, {"trained": 70, "dropped:stale": 25, "dropped:failed": 5})
     assert heavy.bottleneck == "none"
-    assert "30% of tokens dropped, mostly stale: set staleness to pace" in heavy.text
+    assert "30% of tokens dropped, mostly stale: set rollout.staleness to pace" in heavy.text
     assert "dropped" not in judge(roles, {"trained": 95, "dropped:stale": 5}).text
     assert "dropped" not in judge(roles, {"trained": 50, "dropped:cancelled": 50}).text
 

@@ -308,3 +308,19 @@ def test_scoring_is_hidden_behind_generation(tmp_path):
     role = scoring(sink)
     assert role["counters"]["teacher_s"] == pytest.approx(0.1 * 320, rel=0.02)
     assert hidden_share(role["seconds"]) >= 0.9
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3.0])
+def test_the_source_that_holds_groups_up_is_told_by_the_time_it_is_exposed(tmp_path, seconds):
+    """Questions of one source overlap and are counted once; scores that cost no time hold nobody up."""
+    _, _, sink = run(
+        tmp_path,
+        make_plan(steps=4, max_lag=0),
+        Teacher(seconds=seconds, concurrency=100),
+        trainer=lambda: ScriptedTrainer(token_s=0.0),
+    )
+    role = scoring(sink)
+    counters, exposed_s = role["counters"], role["seconds"]["scoring-exposed"]
+    assert counters.get("outcome_exposed_s", 0.0) == 0.0
+    assert counters.get("teacher_exposed_s", 0.0) == pytest.approx(exposed_s)
+    assert exposed_s == pytest.approx(4 * seconds, rel=0.1)
