@@ -114,7 +114,7 @@ def finishes(command, *arguments: str) -> None:
     """The run in ``runs/run`` can be resumed and then holds every attempt once."""
     code, _, errors = command("train", "--resume", "runs/run", *arguments)
     assert (code, errors) == (0, "")
-    attempts = json.loads(Path("runs/run/summary.json").read_text())["attempts"]
+    attempts = json.loads(Path("runs/run/summary.json").read_text())["run_attempts"]
     assert attempts["trained"] == 4 * 2 * 4
 
 

@@ -77,7 +77,7 @@ def test_a_run_that_dies_is_resumed_and_at_lag_0_ends_in_the_same_weights(settin
     die_after(5, lambda: train(settings))
     resumed = headrace.train(tasks=demo.tasks(64), reward=letters, resume="runs/run")
     assert resumed.num_steps == 6
-    assert resumed.summary.attempts["trained"] == 6 * 2 * 4 == sum(resumed.summary.attempts.values())
+    assert resumed.summary.run_attempts["trained"] == 6 * 2 * 4 == sum(resumed.summary.run_attempts.values())
     if max_lag == 0:
         expected = load_file(whole.model_dir / "model.safetensors")
         for name, tensor in load_file(resumed.model_dir / "model.safetensors").items():

@@ -135,7 +135,7 @@ def live_view(progress: Progress, *, blocks: str = BLOCKS) -> RenderableType:
         duration(progress.elapsed_s),
     )
     view.add_row("step", head)
-    if progress.step:
+    if progress.num_steps_seen:
         reward = f"{progress.rewards[-1]:.3f}  " if progress.rewards else "none  "
         view.add_row("reward", Text(reward + sparkline(progress.rewards, blocks=blocks)))
         view.add_row("lag", f"{progress.lag_mean:.2f} mean, {progress.lag_max} max")

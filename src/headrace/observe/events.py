@@ -2,8 +2,8 @@
 
 An event is a name and a mapping of plain values; every sink gets every event, in order:
 
-    run.start   steps, run_dir, settings (by name, those that the verdict depends on); a resumed run adds the
-                tokens_by_state it begins with
+    run.start   steps, run_dir, settings (by name, those that the verdict depends on);
+                what a resumed run begins with: the step, and what a step has of attempts, tokens_by_state and scores
     phase       text: what the run is busy with before and between steps (``saving the checkpoint of step 50``)
     step        step, version, skipped, reward, lag_mean, lag_max, age_spread, tokens, tokens_per_s, goodput,
                 metrics (by name), roles (``RoleStatus`` as mappings), attempts and tokens_by_state
@@ -12,7 +12,8 @@ An event is a name and a mapping of plain values; every sink gets every event, i
     drop        reason, group, detail
     warning     text
     eval        step and figures by name
-    run.end     what the last step had of roles, attempts and tokens_by_state, if it has changed since
+    run.end     the step, and what the last step had of roles, attempts, tokens_by_state and scores, if it has changed
+                since
 
 Nothing in the library decides by an event: control signals are fields of types.
 """

@@ -2,7 +2,8 @@
 
 In: a ``Progress`` that saw the run's events. Out: a ``Summary``, printable by rich, as plain text and as a
 dict for ``--json``. Invariant: the attempts and tokens of all states, and the seconds and shares of all
-activities of a role, sum to the total shown under them.
+activities of a role, sum to the total shown under them. All figures are of one call: of a resumed run, what came before
+is left out, but for those that say so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.figures import duration, short
-from headrace.observe.progress import Progress
+from headrace.observe.progress import Books, Progress
 from headrace.observe.verdict import (
     Verdict,
     goodput,
@@ -32,18 +33,25 @@ STATE_ORDER = ("trained", "training", "buffered", "scoring", "generating")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What there is to say when a run has ended."""
+    """What there is to say when a call that trains has ended."""
 
     run_dir: str
     num_steps: int
-    """Steps taken; ``--resume`` goes on counting from the checkpoint."""
+    """Taken by this call, those that were trained again from the journal included."""
+    step: int
+    """The step at which the run stands."""
     elapsed_s: float
     reward_first: float | None
     """Mean over the first ``reward_window`` steps seen; None: no step had a reward."""
     reward_last: float | None
     reward_window: int
     attempts: Mapping[str, int]
+    """By state, of the attempts this call had to do with: those under way when it began, and those it admitted."""
     tokens: Mapping[str, int]
+    """Of the same attempts."""
+    run_attempts: Mapping[str, int]
+    """By state, of the whole run: every attempt that was ever admitted, once."""
+    run_tokens: Mapping[str, int]
     seconds: Mapping[str, Mapping[str, float]]
     """By role, then by activity."""
     idle: Mapping[str, float]
@@ -56,7 +64,7 @@ class Summary:
     """Questions that failed while their attempt went on and were put again, likewise."""
     num_given_up: int = 0
     length_bias: float | None = None
-    """Mean length of trained attempts over that of all that ended; None: none was trained."""
+    """Mean length of trained attempts over that of all that ended, in the whole run; None: none was trained."""
     branches: Mapping[str, int] = field(default_factory=dict)
     """What the engines counted of branches, by counter; empty: there were none."""
 
@@ -84,7 +92,7 @@ class Summary:
         return Group(*parts, Text(), closing)
 
     def headline(self) -> str:
-        text = f"{self.num_steps} steps in {duration(self.elapsed_s)}"
+        text = f"{self._steps()} in {duration(self.elapsed_s)}"
         if self.reward_first is not None and self.reward_last is not None:
             window = (
                 f"means of the first and last {self.reward_window} steps"
@@ -93,6 +101,16 @@ class Summary:
             )
             text += f", reward {self.reward_first:.3f} -> {self.reward_last:.3f} ({window})"
         return text
+
+    def _steps(self) -> str:
+        """How many, and of a resumed run which."""
+        text = "1 step" if self.num_steps == 1 else f"{self.num_steps} steps"
+        if self.num_steps == self.step:
+            return text
+        if self.num_steps == 0:
+            return f"{text} (at step {self.step})"
+        first = self.step - self.num_steps + 1
+        return f"{text} ({first} to {self.step})" if self.num_steps > 1 else f"{text} ({self.step})"
 
     def closing(self) -> list[tuple[str, str]]:
         """The lines under the tables, as (name, text)."""
@@ -103,6 +121,7 @@ class Summary:
             *self._scoring(),
             *self._lengths(),
             *self._branches(),
+            *self._overall(),
             ("verdict", self.verdict.text),
         ]
         return [*lines, ("run", self.run_dir)] if self.run_dir else lines
@@ -124,9 +143,9 @@ class Summary:
         """Whether training saw answers as long as they were given; nothing where it saw all of them."""
         if self.length_bias is None or f"{self.length_bias:.3f}" == "1.000":
             return []
-        return [
-            ("lengths", f"a trained attempt has {self.length_bias:.3f} times the tokens of all that ended")
-        ]
+        span = ", in the whole run" if self._had_begun else ""
+        text = f"a trained attempt has {self.length_bias:.3f} times the tokens of all that ended{span}"
+        return [("lengths", text)]
 
     def _branches(self) -> list[tuple[str, str]]:
         """Whether branches found what they left; nothing where there were none."""
@@ -137,6 +156,23 @@ class Summary:
         parts += [f"{n['forks_stale']} prefilled, weights had changed"] if n["forks_stale"] else []
         parts += [f"{n['forks_freed']} prefilled, blocks were freed"] if n["forks_freed"] else []
         return [("branches", "; ".join(parts))]
+
+    @property
+    def _had_begun(self) -> bool:
+        """Whether this call went on with a run that had attempts behind it."""
+        return self.run_attempts != self.attempts
+
+    def _overall(self) -> list[tuple[str, str]]:
+        """The whole run, where this call was only its end."""
+        if not self._had_begun:
+            return []
+        num_attempts, num_trained = sum(self.run_attempts.values()), self.run_attempts.get("trained", 0)
+        return [
+            (
+                "overall",
+                f"{self.step} steps; {num_attempts:,} attempts, of which {num_trained:,} were trained",
+            )
+        ]
 
     def tables(self) -> list[LedgerTable]:
         return [table for table in (_attempt_table(self), _time_table(self)) if len(table.rows) > 1]
@@ -156,35 +192,35 @@ def summarise(progress: Progress) -> Summary:
     """Sum up the run that ``progress`` has seen."""
     rewards = progress.rewards
     window = max(1, min(10, len(rewards) // 10))
-    trained_now = {
-        state: count - progress.tokens_before.get(state, 0)
-        for state, count in progress.tokens_by_state.items()
-    }
+    run, call = progress.books, progress.books.since(progress.before)
     return Summary(
         run_dir=progress.run_dir,
-        num_steps=progress.step,
+        num_steps=call.step,
+        step=run.step,
         elapsed_s=progress.elapsed_s,
         reward_first=sum(rewards[:window]) / window if rewards else None,
         reward_last=sum(rewards[-window:]) / window if rewards else None,
         reward_window=window,
-        attempts=_ordered(progress.attempts),
-        tokens=_ordered(progress.tokens_by_state),
+        attempts=_ordered(call.attempts),
+        tokens=_ordered(call.tokens),
+        run_attempts=_ordered(run.attempts),
+        run_tokens=_ordered(run.tokens),
         seconds={role.role: dict(role.seconds) for role in progress.roles},
         idle={role.role: idle_share(role.seconds) for role in progress.roles},
-        goodput=goodput(trained_now, progress.roles),
-        verdict=_verdict(progress),
-        missing_scores=dict(progress.missing_scores),
-        asked_again=dict(progress.asked_again),
-        num_given_up=progress.num_given_up,
+        goodput=goodput(call.tokens, progress.roles),
+        verdict=_verdict(progress, call),
+        missing_scores=call.missing_scores,
+        asked_again=call.asked_again,
+        num_given_up=call.num_given_up,
         length_bias=progress.length_bias,
         branches=_branches(progress),
     )
 
 
-def _verdict(progress: Progress) -> Verdict:
+def _verdict(progress: Progress, call: Books) -> Verdict:
     if not progress.num_steps_seen:
-        return Verdict(bottleneck="unknown", text="no verdict: no step was taken")
-    return judge(progress.roles, progress.tokens_by_state, progress.settings)
+        return Verdict(bottleneck="unknown", text="no verdict: no new step was taken")
+    return judge(progress.roles, call.tokens, progress.settings)
 
 
 def _branches(progress: Progress) -> dict[str, int]:

@@ -308,8 +308,8 @@ class Pipeline:
         await self._store.save(self.state, self._trainer, self._journal)
 
     def books(self) -> dict[str, Any]:
-        """Attempts and tokens by state, as they stand."""
-        return self._report.ledger()
+        """The step, and attempts and tokens by state, as they stand."""
+        return {"step": self.state.step, **self._report.ledger()}
 
     async def closing(self) -> dict[str, Any]:
         """Both ledgers as they stand, for the closing summary."""

@@ -227,11 +227,74 @@ def test_summary_as_dict_is_json_and_counts_goodput_of_this_run_only() -> None:
         progress.emit("step", step(number))
     summary = json.loads(json.dumps(summarise(progress).as_dict()))
     assert summary["goodput"] == pytest.approx((90 - 54) / 18)
-    assert summary["attempts_total"] == 31 and summary["tokens_total"] == 152
+    assert summary["attempts_total"] == 31 and summary["tokens_total"] == 152 - 54
+    assert sum(summary["run_tokens"].values()) == 152
     assert summary["reward_window"] == 3
     assert (summary["reward_first"], summary["reward_last"]) == (pytest.approx(0.2), pytest.approx(2.9))
     assert summary["shares"]["engine-0"] == {"decode": 75.0, "idle-no-work": 25.0}
     assert summary["verdict"]["bottleneck"] == "trainer"
+
+
+def resumed(*steps: int) -> Progress:
+    """A run that goes on from step 42, and then takes ``steps``."""
+    progress = Progress(clock=Clock())
+    ended = {"trained": 10, "dropped:stale": 1}
+    books = {"attempts": {"generating": 5, **ended}, "tokens_by_state": {"generating": 7, "trained": 40}}
+    counts = {"missing_scores": {"process: late": 2}, "asked_again": {"process: dead": 1}, "given_up": 3}
+    progress.emit("run.start", {"steps": 45, "run_dir": "runs/one", "step": 42, **books, **counts})
+    later = {"missing_scores": {"process: late": 2, "process: dead": 4}, "asked_again": {"process: dead": 1}}
+    for number in steps:
+        progress.emit("step", step(number, **later, given_up=5, length_bias=0.9))
+    return progress
+
+
+def test_summary_of_a_resumed_run_is_of_the_call_alone() -> None:
+    summary = summarise(resumed(43, 44, 45))
+    assert summary.headline().startswith("3 steps (43 to 45) in 0.0 s")
+    assert (summary.num_steps, summary.step) == (3, 45)
+    # Live attempts are those there are; of the ended ones, what had ended before is left out.
+    attempts = {state: n for state, n in summary.attempts.items() if n}
+    assert attempts == {"trained": 6, "buffered": 4, "scoring": 2, "generating": 8}
+    assert summary.tokens["trained"] == 90 - 40
+    assert summary.run_attempts["trained"] == 16 and summary.run_attempts["dropped:stale"] == 1
+    assert (summary.missing_scores, summary.asked_again) == ({"process: dead": 4}, {})
+    assert summary.num_given_up == 2
+    lines = summary.as_text().splitlines()
+    assert "overall  45 steps; 31 attempts, of which 16 were trained" in lines
+    assert any(line.startswith("lengths") and line.endswith("ended, in the whole run") for line in lines)
+
+
+def test_summary_of_a_run_that_was_not_resumed_has_nothing_overall() -> None:
+    progress = Progress(clock=Clock())
+    feed(progress)
+    assert "overall" not in summarise(progress).as_text()
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"), [((43,), "1 step (43) in 0.0 s"), ((), "0 steps (at step 42) in 0.0 s")]
+)
+def test_headline_of_a_resumed_run_that_took_few_steps(steps: tuple[int, ...], text: str) -> None:
+    assert summarise(resumed(*steps)).headline().startswith(text)
+
+
+def test_the_verdict_of_a_resumed_run_is_not_about_what_was_dropped_before() -> None:
+    progress = Progress(clock=Clock())
+    progress.emit("run.start", {"step": 42, "tokens_by_state": {"trained": 50, "dropped:stale": 50}})
+    progress.emit("step", step(43, tokens_by_state={"trained": 90, "dropped:stale": 50}))
+    assert "dropped" not in summarise(progress).verdict.text
+
+
+def test_steps_trained_again_from_the_journal_are_counted_where_no_other_follows() -> None:
+    progress = resumed()
+    progress.emit("run.end", {"step": 44})
+    assert summarise(progress).headline() == "2 steps (43 to 44) in 0.0 s"
+
+
+def test_live_view_of_a_resumed_run_shows_its_step_before_the_first_new_one() -> None:
+    screen = console(width=80)
+    screen.print(live_view(resumed(), blocks=ASCII_BLOCKS))
+    shown = screen.export_text()
+    assert "42/45" in shown and "lag" not in shown
 
 
 def test_summary_says_how_far_scoring_stayed_out_of_the_way() -> None:
@@ -272,7 +335,7 @@ def test_summary_says_whether_branches_found_what_they_left() -> None:
 def test_summary_of_a_run_that_never_stepped() -> None:
     text = summarise(Progress(clock=Clock())).as_text()
     assert text.splitlines()[0] == "0 steps in 0.0 s"
-    assert "verdict  no verdict: no step was taken" in text
+    assert "verdict  no verdict: no new step was taken" in text
 
 
 def test_roles_that_only_waited_for_a_first_step_are_not_judged() -> None:
