@@ -16,6 +16,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from headrace import build, evaluation, teaching
 from headrace.config import Settings, from_dict, laid_over, load
 from headrace.config.parameters import algo_parameters
@@ -26,9 +28,11 @@ from headrace.observe import verdict
 from headrace.observe.console import ConsoleSink
 from headrace.observe.events import Fanout
 from headrace.observe.jsonl import JsonlSink
+from headrace.observe.progress import Progress
 from headrace.observe.summary import Summary, summarise
 from headrace.protocols import Cluster, Environment, Sink, TaskSource
 from headrace.run_directory import RunDirectory, latest_checkpoint
+from headrace.runtime.checkpoint import CheckpointStore, step_reached
 from headrace.runtime.pipeline import Pipeline
 from headrace.runtime.plan import RunPlan
 from headrace.types import Sampling, Task
@@ -81,7 +85,7 @@ def train(
     ``{"run.steps": 200}``. What is not given here is read from ``settings``. ``environment``: makes the one that runs
     attempts, from the model's renderer and how tokens are drawn; None: attempts are one turn each. ``resume`` is
     the directory of a run to go on with, under the settings it was started with but for those that are given; what was
-    given from Python (tasks, reward, environment) is given again.
+    given from Python (tasks, reward, environment) is given again. One that is complete is left as it is.
     """
     name = _environment_name(environment)
     asked = _settings(settings, model) if resume is None else _changes(Path(resume), settings, model)
@@ -89,12 +93,16 @@ def train(
         if resume is not None:
             directory, chosen = RunDirectory.reopen(Path(resume), asked, environment=name)
             held.callback(directory.close)
+            if _is_complete(directory, chosen, changed=asked is not None):
+                return _complete(directory, chosen)
             if tasks is None and chosen.tasks.source is None:
                 raise ConfigError(
                     f"resume: the run in {resume} was given its tasks from Python: give tasks again, and reward where "
                     "that was given too"
                 )
             inputs = _inputs(chosen, tasks, reward, environment)
+            if asked is not None:
+                directory.keep(chosen)
         else:
             assert asked is not None
             # Everything that can be checked is checked before a directory is made.
@@ -264,6 +272,32 @@ def _inputs(settings: Settings, tasks: Any, reward: Any, make: Any) -> _Inputs:
         environment=build.environment(settings, renderer, make or build.SingleTurn),
         plan=build.plan(settings, renderer),
     )
+
+
+def _is_complete(directory: RunDirectory, settings: Settings, *, changed: bool) -> bool:
+    """Whether every step is taken and saved. Raises where more are; only under ``changed`` settings can the journal
+    hold such steps beyond the newest checkpoint, so only then it is read."""
+    store = CheckpointStore(directory.path, keep=settings.run.keep_checkpoints)
+    saved = max(store.steps(), default=0)
+    step, steps = step_reached(store) if changed else saved, settings.run.steps
+    if step > steps:
+        raise ConfigError(
+            f"run.steps is {steps}, but the run in {directory.path} is at step {step} already: set run.steps to more "
+            f"than {step} to go on with it, or start a new run"
+        )
+    return saved == steps
+
+
+def _complete(directory: RunDirectory, settings: Settings) -> RunResult:
+    """Of a run that has nothing left to do: nothing is started, and nothing written."""
+    step, progress = settings.run.steps, Progress()
+    if settings.run.console != "off":
+        text = f"the run in {directory.path} is complete at step {step}; raise run.steps to go on with it"
+        Console().print(text, soft_wrap=True, markup=False, highlight=False)
+    progress.emit("run.start", {"steps": step, "step": step, "run_dir": str(directory.path)})
+    progress.emit("run.end", {})
+    summary = summarise(progress)
+    return RunResult(run_dir=directory.path, num_steps=step, interrupted=False, rewards=(), summary=summary)
 
 
 async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -> RunResult:

@@ -43,19 +43,20 @@ class RunDirectory:
                     f"run.name: {path} already holds a run; resume it with --resume {path}, "
                     "or set another run.name"
                 )
-            _write(path / "settings.toml", to_toml(settings))
+            directory = cls(path, lock)
+            directory.keep(settings)
             if environment is not None:
                 _write(path / "environment", environment)
             else:
                 _remove(path / "environment")
-            return cls(path, lock)
+            return directory
 
     @classmethod
     def reopen(
         cls, path: Path, settings: Settings | None, *, environment: str | None = None
     ) -> tuple[RunDirectory, Settings]:
-        """A run to go on with. ``settings`` None takes those it was started with; an ``environment`` cannot be kept, so
-        one must be given again to a run that had one."""
+        """A run to go on with, and the settings for it; nothing is changed yet. ``settings`` None takes those it was
+        started with; an ``environment`` cannot be kept, so one must be given again to a run that had one."""
         file = path / "settings.toml"
         if not file.exists():
             raise ConfigError(f"--resume: {path} holds no run (there is no settings.toml); check the path")
@@ -70,8 +71,11 @@ class RunDirectory:
                     f"--resume: {', '.join(changed)} differ from the run in {path}; "
                     "set them back, or start a new run from its last checkpoint"
                 )
-            _write(file, to_toml(settings))
             return cls(path, lock), settings
+
+    def keep(self, settings: Settings) -> None:
+        """The run goes on under these, and so does the next resume."""
+        _write(self.path / "settings.toml", to_toml(settings))
 
     @property
     def logs(self) -> Path:

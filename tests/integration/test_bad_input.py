@@ -328,6 +328,49 @@ def test_a_resume_under_changed_settings_names_them(refused, command):
     finishes(command, "--set", "run.steps=4")
 
 
+def everything(run_dir: Path) -> dict[Path, bytes]:
+    """Every file of a run but the lock, which holds its last user."""
+    files = (path for path in run_dir.rglob("*") if path.is_file() and path.name != "lock")
+    return {path: path.read_bytes() for path in files}
+
+
+def test_a_resume_of_a_complete_run_says_so_and_touches_nothing(command):
+    assert command("train", "run.toml", "--set", "run.steps=2")[0] == 0
+    before = everything(Path("runs/run"))
+    # The reward is not even looked for, let alone a worker started.
+    Path("rewards.py").unlink()
+    for more in ((), ("--set", "run.stall_s=60", "--json", "summary.json")):
+        code, output, errors = command("train", "--resume", "runs/run", *more)
+        assert (code, errors) == (0, "")
+        assert output == "the run in runs/run is complete at step 2; raise run.steps to go on with it\n"
+    assert everything(Path("runs/run")) == before
+    assert json.loads(Path("summary.json").read_text())["num_steps"] == 0
+    result = headrace.train(resume="runs/run")
+    assert (result.num_steps, result.interrupted, result.rewards) == (2, False, ())
+    assert result.model_dir.name == "step-00000002"
+
+
+def test_a_resume_to_fewer_steps_than_were_taken_is_refused_and_stores_nothing(refused, command):
+    assert command("train", "run.toml", "--set", "run.steps=3")[0] == 0
+    before = everything(Path("runs/run"))
+    message = refused("run.steps=2", arguments=("train", "--resume", "runs/run"))
+    assert message.startswith("run.steps is 2, but the run in runs/run is at step 3 already")
+    assert "set run.steps to more than 3 to go on" in message
+    assert everything(Path("runs/run")) == before
+    finishes(command, "--set", "run.steps=4")
+
+
+def test_settings_of_a_resume_that_cannot_begin_are_not_kept(refused, command):
+    assert command("train", "run.toml", "--set", "run.steps=2")[0] == 0
+    before = everything(Path("runs/run"))
+    tasks = Path("tasks.jsonl").read_text()
+    Path("tasks.jsonl").unlink()
+    assert "tasks.source" in refused("run.steps=4", arguments=("train", "--resume", "runs/run"))
+    assert everything(Path("runs/run")) == before
+    Path("tasks.jsonl").write_text(tasks)
+    finishes(command, "--set", "run.steps=4")
+
+
 def test_a_resume_without_the_runs_own_environment_is_refused_and_so_is_one_with_another(refused, command):
     """Attempts of one turn would otherwise go on where the run's had several, and nobody would see it."""
 

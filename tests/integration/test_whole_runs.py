@@ -92,7 +92,7 @@ def test_a_resumed_run_has_its_own_settings_but_for_those_given(settings):
     with pytest.raises(ConfigError, match=r"rollout\.group_size"):
         train({"rollout.group_size": 8}, resume="runs/run")
     with pytest.raises(ConfigError, match=r"^resume: the run in runs/run was given its tasks from Python"):
-        headrace.train(resume="runs/run")
+        headrace.train(resume="runs/run", settings={"run.steps": 8})
 
 
 def test_runs_and_evaluations_from_within_a_loop(settings):
@@ -106,6 +106,16 @@ def test_runs_and_evaluations_from_within_a_loop(settings):
     result, evaluation = asyncio.run(cells())
     assert result.num_steps == 6
     assert evaluation.num_tasks == 4
+
+
+def test_steps_that_only_the_journal_holds_are_taken_too(settings, die_after):
+    """Of a run that died at step 5 the newest checkpoint is of step 4: fewer than 5 steps are refused."""
+    die_after(5, lambda: train(settings))
+    with pytest.raises(ConfigError, match=r"run\.steps is 4, but the run in runs/run is at step 5 already"):
+        train({**settings, "run.steps": 4}, resume="runs/run")
+    resumed = train(settings, resume="runs/run")
+    assert resumed.summary.headline().startswith("2 steps (5 to 6) in")
+    assert len(resumed.rewards) == 1
 
 
 def test_evaluation_repeats_exactly(settings):

@@ -113,6 +113,12 @@ def recover(store: CheckpointStore) -> Recovery:
     )
 
 
+def step_reached(store: CheckpointStore) -> int:
+    """The step a resumed run is at once it has trained again what the journal holds."""
+    recovery = recover(store)
+    return recovery.batches[-1][0] if recovery.batches else recovery.state.step
+
+
 def _read_state(checkpoint: Path) -> tuple[RunState, int]:
     """The controller's state, and how much of the checkpoint's journal segment is older than it."""
     try:
