@@ -101,10 +101,8 @@ def pivot_rule(settings: Settings, renderer: Renderer | None = None) -> PivotRul
         raise ConfigError(
             "pivots.options.delimiters needs the model's tokenizer, which this plan is made without"
         )
-    try:
-        delimiter_ids = renderer.single_token_ids(delimiters) if renderer is not None else ()
-    except ModelError as e:
-        raise ConfigError(f"pivots.options.delimiters: {e}") from e
+    named = "pivots.options.delimiters"
+    delimiter_ids = single_tokens(renderer, delimiters, named) if renderer is not None else ()
     return PivotRule(
         branches=settings.pivots.branches,
         segment_tokens=options["segment_tokens"],
@@ -164,8 +162,16 @@ def sampling(settings: Settings, renderer: Renderer) -> Sampling:
         top_k=r.top_k,
         top_p=r.top_p,
         min_p=r.min_p,
-        stop_ids=(*renderer.stop_ids, *renderer.single_token_ids(r.stop)),
+        stop_ids=(*renderer.stop_ids, *single_tokens(renderer, r.stop, "rollout.stop")),
     )
+
+
+def single_tokens(renderer: Renderer, texts: Sequence[str], field: str) -> tuple[int, ...]:
+    """The id of each text that setting ``field`` names."""
+    try:
+        return renderer.single_token_ids(texts)
+    except ModelError as e:
+        raise ConfigError(f"{field}: {e}") from e
 
 
 def environment(

@@ -174,7 +174,11 @@ def _process_model(asked: str, settings: Settings, policy: Renderer) -> Any:
         )
     place = build.device(settings.model.device)
     model = load_process_model(str(directory), dtype=build.dtype(settings), device=place)
-    pair = policy.single_token_ids([words["good"], words["bad"]]) if "good" in words else None
+    pair = (
+        build.single_tokens(policy, [words["good"], words["bad"]], "scoring.process")
+        if "good" in words
+        else None
+    )
     return ProcessModel(
         model,
         kv_tokens=kv_tokens_in(model, _PROCESS_KV_BYTES[place]),

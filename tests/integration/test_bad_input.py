@@ -153,7 +153,7 @@ def test_a_misspelt_setting_suggests_the_nearest(workplace):
         (["reward.functions="], ["reward.functions is not set", "name at least one"]),
         (["reward.functions=rewards.py:leters"], ["reward.functions", "did you mean 'letters'?"]),
         (["reward.weights=[1, 2]"], ["reward.weights has 2 entries for 1"]),
-        (["rollout.stop=['ab']"], ["stop 'ab' is 2 tokens", "one token"]),
+        (["rollout.stop=['ab']"], ["rollout.stop: 'ab' is 2 tokens", "one token"]),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(refused, command, overrides, parts):

@@ -104,7 +104,7 @@ class Renderer:
             ids = [token_id] if token_id is not None else self.encode(text).tolist()
             if len(ids) != 1:
                 raise ModelError(
-                    f"stop {text!r} is {len(ids)} tokens for {self._name}: stop on a string that is one token"
+                    f"{text!r} is {len(ids)} tokens for {self._name}: name a string that is one token"
                 )
             found.append(int(ids[0]))
         return tuple(found)
