@@ -58,8 +58,8 @@ class RunDirectory:
         """A run to go on with, and the settings for it; nothing is changed yet. ``settings`` None takes those it was
         started with; an ``environment`` cannot be kept, so one must be given again to a run that had one."""
         file = path / "settings.toml"
-        if not file.exists():
-            raise ConfigError(f"--resume: {path} holds no run (there is no settings.toml); check the path")
+        if not holds_run(path):
+            raise ConfigError(f"resume: {path} holds no run (there is no settings.toml); check the path")
         with _locked(path) as lock:
             before = load(file)
             _check_environment(path, environment)
@@ -67,9 +67,10 @@ class RunDirectory:
                 return cls(path, lock), before
             changed = changed_fields(before, settings)
             if changed:
+                told = [f"{name} is {new}, the run has {old}" for name, (old, new) in changed.items()]
                 raise ConfigError(
-                    f"--resume: {', '.join(changed)} differ from the run in {path}; "
-                    "set them back, or start a new run from its last checkpoint"
+                    f"resume: {'; '.join(told)}: set {'it' if len(told) == 1 else 'them'} back, or start a new run "
+                    f"from the last checkpoint of {path}"
                 )
             return cls(path, lock), settings
 
@@ -95,6 +96,10 @@ class RunDirectory:
         self._lock.close()
 
 
+def holds_run(path: Path) -> bool:
+    return (path / "settings.toml").exists()
+
+
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run; None: there is none."""
     return max((run_dir / "checkpoints").glob("step-*"), default=None)
@@ -105,12 +110,12 @@ def _check_environment(path: Path, given: str | None) -> None:
     before = file.read_text(encoding="utf-8") if file.exists() else None
     if before and not given:
         raise ConfigError(
-            f"--resume: the run in {path} has an environment of its own ({before}), without which its attempts would "
+            f"resume: the run in {path} has an environment of its own ({before}), without which its attempts would "
             "be one turn each: give it again, from Python with headrace.train(environment=..., resume=...)"
         )
     if given and not before:
         raise ConfigError(
-            f"--resume: the run in {path} was started without an environment of its own: leave environment = {given} "
+            f"resume: the run in {path} was started without an environment of its own: leave environment = {given} "
             "out, or start a new run from its last checkpoint"
         )
 

@@ -322,8 +322,10 @@ def test_a_resume_under_changed_settings_names_them(refused, command):
     resume = ("train", "--resume", "runs/run")
     before = Path("runs/run/settings.toml").read_text()
     message = refused("rollout.group_size=8", "trainer.learning_rate=0.5", arguments=resume)
-    assert "--resume: rollout.group_size, trainer.learning_rate differ" in message
-    assert "set them back, or start a new run" in message
+    assert message == (
+        "resume: rollout.group_size is 8, the run has 4; trainer.learning_rate is 0.5, the run has 1e-06: set them "
+        "back, or start a new run from the last checkpoint of runs/run"
+    )
     assert Path("runs/run/settings.toml").read_text() == before
     finishes(command, "--set", "run.steps=4")
 
@@ -379,7 +381,7 @@ def test_a_resume_without_the_runs_own_environment_is_refused_and_so_is_one_with
 
     RunDirectory.create(load(Path("run.toml")), environment="Game").close()
     message = refused(arguments=("train", "--resume", "runs/run"))
-    assert message.startswith("--resume: the run in runs/run has an environment of its own (Game)")
+    assert message.startswith("resume: the run in runs/run has an environment of its own (Game)")
     assert "headrace.train(environment=..., resume=...)" in message
     assert command("train", "run.toml", "--set", "run.steps=2")[0] == 0
     with pytest.raises(ConfigError, match="runs/run was started without an environment of its own"):
@@ -417,7 +419,7 @@ def test_a_directory_in_use_is_refused_and_its_user_named(workplace, model):
 
 def test_a_resume_of_nothing_and_a_place_that_cannot_be_written_are_refused(refused, workplace):
     message = refused(arguments=("train", "--resume", "runs/absent"))
-    assert message == "--resume: runs/absent holds no run (there is no settings.toml); check the path"
+    assert message == "resume: runs/absent holds no run (there is no settings.toml); check the path"
     (workplace / "file").write_text("")
     message = refused("run.dir=file", code=1)
     assert "run.dir: file/run cannot be written" in message and "choose another run.dir" in message

@@ -52,10 +52,15 @@ def fingerprint(settings: Settings) -> str:
     return hashlib.sha256(json.dumps(_identity(settings), sort_keys=True).encode()).hexdigest()
 
 
-def changed_fields(before: Settings, after: Settings) -> tuple[str, ...]:
-    """The dotted names that differ and must not; empty when ``after`` may resume ``before``."""
+def changed_fields(before: Settings, after: Settings) -> dict[str, tuple[str, str]]:
+    """By dotted name what differs and must not, in words, before and after; empty when ``after`` may resume
+    ``before``."""
     old, new = _identity(before), _identity(after)
-    return tuple(name for name in old if old[name] != new[name])
+    return {name: (_in_words(old[name]), _in_words(new[name])) for name in old if old[name] != new[name]}
+
+
+def _in_words(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)
 
 
 def _identity(settings: Settings) -> dict[str, Any]:
