@@ -165,7 +165,7 @@ def warm_start(
     chosen = _settings({"run": {"seed": seed}, "tasks": {"shuffle": False}}, model)
     directory = build.model_directory(chosen)
     source = build.task_source(chosen, examples)
-    renderer = build.Renderer.from_directory(directory)
+    renderer = build.policy_renderer(chosen)
     pairs = [_answer_pair(renderer, source.task(i), answer_column) for i in range(len(source))]
     trained = load_model(directory, device=build.device(device))
     losses = run_steps(
@@ -260,7 +260,7 @@ def _inputs(settings: Settings, tasks: Any, reward: Any, make: Any) -> _Inputs:
         )
     build.check_packages(settings)
     teaching.check_tokenizers(settings)
-    renderer = build.Renderer.from_directory(build.model_directory(settings))
+    renderer = build.policy_renderer(settings)
     source = build.task_source(settings, tasks)
     # What the first task cannot do, a missing chat template for instance, most likely none can.
     renderer.prompt_ids(source.task(0))

@@ -154,6 +154,15 @@ def model_directory(settings: Settings) -> Path:
     return found_model(settings.model.path, "model.path")
 
 
+def policy_renderer(settings: Settings) -> Renderer:
+    """Of ``model.path``."""
+    directory = model_directory(settings)
+    try:
+        return Renderer.from_directory(directory)
+    except ModelError as e:
+        raise ModelError(f"model.path: {e}") from e
+
+
 def sampling(settings: Settings, renderer: Renderer) -> Sampling:
     r = settings.rollout
     return Sampling(

@@ -114,7 +114,7 @@ def _attention() -> Finding:
 def _model(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     build.check_packages(settings)
     directory = build.model_directory(settings)
-    facts["renderer"] = build.Renderer.from_directory(directory)
+    facts["renderer"] = build.policy_renderer(settings)
     facts["told"] = {
         "settings": settings.model_dump(mode="json", exclude_none=True),
         "model": str(directory),

@@ -135,7 +135,7 @@ async def run(
 ) -> Evaluation:
     """Evaluate ``model.path`` on the first ``num_tasks`` tasks, in this process; ``make`` makes the environment."""
     directory = build.model_directory(settings)
-    renderer = build.Renderer.from_directory(directory)
+    renderer = build.policy_renderer(settings)
     source = build.task_source(settings, tasks)
     engine = roles.engine_role(
         {

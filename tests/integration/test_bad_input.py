@@ -141,7 +141,7 @@ def test_a_misspelt_setting_suggests_the_nearest(workplace):
             ["model.path=nobody/nothing"],
             ["model.path", "neither a directory nor a model that can be fetched"],
         ),
-        (["model.path=."], ["tokenizer.json"]),
+        (["model.path=."], ["model.path: . has no tokenizer.json"]),
         (["tasks.source="], ["tasks.source is not set", ".jsonl"]),
         (["tasks.source=absent.jsonl"], ["tasks.source", "absent.jsonl does not exist", "check the path"]),
         (["tasks.source=strange"], ["tasks.source", "'strange' is not understood", "name a .jsonl file"]),
@@ -398,6 +398,17 @@ def test_an_environment_that_is_made_already_is_refused(workplace, model):
 class Game:
     async def run(self, task, policy):
         raise AssertionError("must not be run")
+
+
+def test_a_run_is_no_model_and_its_last_checkpoint_is_named(refused, command):
+    assert command("train", "run.toml", "--set", "run.steps=2")[0] == 0
+    message = refused("model.path=runs/run", "run.name=other")
+    assert message == (
+        "model.path: runs/run is a run, not a model; name one of its checkpoints, such as "
+        "runs/run/checkpoints/step-00000002"
+    )
+    arguments = ("--set", "model.path=runs/run/checkpoints/step-00000002", "--set", "run.name=other")
+    assert command("train", "run.toml", *arguments)[0] == 0
 
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(refused, command):
