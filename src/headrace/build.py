@@ -25,6 +25,7 @@ from headrace.data import tasks as task_sources
 from headrace.data.rendering import Renderer
 from headrace.data.routing import RouterShape, router_shape
 from headrace.data.steps import parse_rule
+from headrace.envs.making import made_environment
 from headrace.envs.single_turn import SingleTurn
 from headrace.errors import ConfigError, ModelError, TaskError
 from headrace.launch.inline import InlineCluster
@@ -186,7 +187,7 @@ def single_tokens(renderer: Renderer, texts: Sequence[str], field: str) -> tuple
 def environment(
     settings: Settings, renderer: Renderer, make: Callable[[Renderer, Sampling], Environment] = SingleTurn
 ) -> Environment:
-    return make(renderer, sampling(settings, renderer))
+    return made_environment(make, renderer, sampling(settings, renderer))
 
 
 def task_source(settings: Settings, given: Any = None) -> TaskSource:

@@ -11,6 +11,7 @@ from headrace import build, roles
 from headrace.algos.pivots import PivotRule
 from headrace.config import from_dict
 from headrace.config.parameters import algo_parameters, loss_options, pivot_parameters
+from headrace.errors import ConfigError
 from headrace.launch.proxies import DEADLINES_S
 from headrace.models.loading import make_tiny_model
 
@@ -55,6 +56,30 @@ def test_blocks_are_small_where_short_attempts_share_them(max_tokens, on_cpu):
     assert build.block_tokens(branching, "cpu") == on_cpu
     assert build.block_tokens(branching, "cuda") == 16
     assert build.block_tokens(from_dict({"rollout.max_tokens": max_tokens}), "cpu") == 16
+
+
+class NoArguments:
+    def __init__(self):
+        raise AssertionError("must not be made")
+
+
+class NoRun:
+    def __init__(self, renderer, sampling): ...
+
+
+class Fine(NoRun):
+    async def run(self, task, policy): ...
+
+
+def test_an_environment_is_made_from_renderer_and_sampling_or_refused_with_what_it_is_given():
+    settings, renderer = from_dict({}), SimpleNamespace(stop_ids=(1,), single_token_ids=lambda texts: ())
+    said = r"^environment: NoArguments cannot be made .*the model's renderer and how tokens are drawn.*__init__\("
+    with pytest.raises(ConfigError, match=said):
+        build.environment(settings, renderer, NoArguments)
+    with pytest.raises(ConfigError, match=r"^environment: a NoRun has no method run; give it async def run"):
+        build.environment(settings, renderer, NoRun)
+    assert isinstance(build.environment(settings, renderer, Fine), Fine)
+    assert isinstance(build.environment(settings, renderer, lambda *given: Fine(*given)), Fine)
 
 
 def test_an_update_is_given_up_before_the_run_stalls():
