@@ -30,6 +30,7 @@ from headrace.observe.events import Fanout
 from headrace.observe.jsonl import JsonlSink
 from headrace.observe.progress import Progress
 from headrace.observe.summary import Summary, summarise
+from headrace.observe.tracebacks import TracebackSink
 from headrace.protocols import Cluster, Environment, Sink, TaskSource
 from headrace.run_directory import RunDirectory, latest_checkpoint
 from headrace.runtime.checkpoint import CheckpointStore, step_reached
@@ -302,7 +303,7 @@ def _complete(directory: RunDirectory, settings: Settings) -> RunResult:
 
 async def _train(settings: Settings, inputs: _Inputs, directory: RunDirectory) -> RunResult:
     console = ConsoleSink(settings.run.console)
-    sink = Fanout([JsonlSink(directory.events), console])
+    sink = Fanout([JsonlSink(directory.events), TracebackSink(directory.logs / "controller.log"), console])
     loop = asyncio.get_running_loop()
     assert isinstance(loop, ControllerLoop)
     try:

@@ -22,6 +22,7 @@ from headrace.algos.pivots import PivotRule
 from headrace.config import EngineSettings, Settings
 from headrace.config.parameters import algo_parameters, has_reference_engine, kl_terms, pivot_parameters
 from headrace.data import tasks as task_sources
+from headrace.data.faults import in_words
 from headrace.data.rendering import Renderer
 from headrace.data.routing import RouterShape, router_shape
 from headrace.data.steps import parse_rule
@@ -238,7 +239,7 @@ def _rows(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -
     try:
         return function(**options)
     except Exception as e:
-        raise TaskError(f"{name} raised {type(e).__name__}: {e}; mend it, or change tasks.options") from e
+        raise TaskError(f"{name} raised {in_words(e)}; mend it, or change tasks.options") from e
 
 
 def _given_source(given: Any, shared: Mapping[str, Any]) -> TaskSource:
@@ -438,7 +439,7 @@ async def _start(
     ]
     roles += _trainer_roles(settings, told)
     if scoring:
-        factory = "headrace.scoring.process:build_scorer"
+        factory = "headrace.scoring.process:scorer_role"
         roles.append(RoleSpec(name="scorer", kind="scorer", factory=factory, settings=scoring))
     if process:
         factory = "headrace.roles:process_role"

@@ -6,6 +6,7 @@
     |-- TaskError           a task source or column that is missing, empty or malformed
     |   |-- PromptTooLongError   one task whose prompt leaves no room in the model's context
     |   `-- ForkError            a branch that does not continue the request it is said to leave
+    |-- RolloutError        attempts that failed, mostly in their environment, more often than the error budget allows
     |-- RewardError         a reward function that failed more often than the error budget allows
     |-- RecordError         a recorded rollout that contradicts itself or the model; ends its group alone
     |-- TrainingError       a step that must not be applied (non-finite loss or gradient)
@@ -43,6 +44,10 @@ class PromptTooLongError(TaskError):
 
 
 class ForkError(TaskError):
+    pass
+
+
+class RolloutError(HeadraceError):
     pass
 
 

@@ -18,7 +18,7 @@ from headrace import build, roles
 from headrace.config import Settings
 from headrace.data.returns import weighted_return
 from headrace.protocols import Engine, Environment, Scorer
-from headrace.runtime.rollout import turn_seed
+from headrace.runtime.rollout import played, turn_seed
 from headrace.types import Episode, Request, Sampling, Task, Turn
 
 
@@ -77,7 +77,7 @@ async def evaluate(
     async def one(index: int, task: Task) -> tuple[list[Episode], list[Mapping[str, float | None]]]:
         nonlocal done
         clients = [_EngineClient(engine, index, attempt, seed) for attempt in range(num_samples)]
-        runs = await asyncio.gather(*(environment.run(task, client) for client in clients))
+        runs = await asyncio.gather(*(played(environment, task, client) for client in clients))
         episodes = [
             Episode(group=index, attempt=attempt, task=task, trajectories=run)
             for attempt, run in enumerate(runs)

@@ -138,6 +138,7 @@ def trainer_role(told: Mapping[str, Any]) -> Trainer:
 
 def process_role(told: Mapping[str, Any]) -> StepScorer:
     """What judges steps: a model, or a function of the user's."""
+    from headrace.scoring.calls import to_role_log
     from headrace.scoring.process_scorer import PROCESS_ACTIVITIES, ProcessScorer, StepCore, StepFunction
 
     ledger = TimeLedger(PROCESS_ACTIVITIES)
@@ -149,7 +150,9 @@ def process_role(told: Mapping[str, Any]) -> StepScorer:
         core = StepFunction(function, name=function_name(asked), decode=policy.decode)
     else:
         core = _process_model(asked, settings, policy)
-    return ProcessScorer(core, name=told["name"], threaded=told["threaded"], ledger=ledger)
+    # Not threaded is in the controller's process, whose standard error is the user's terminal.
+    log = to_role_log if told["threaded"] else None
+    return ProcessScorer(core, name=told["name"], threaded=told["threaded"], ledger=ledger, log=log)
 
 
 def _process_model(asked: str, settings: Settings, policy: Renderer) -> Any:

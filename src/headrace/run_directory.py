@@ -5,7 +5,7 @@
               events.jsonl     what happened, for people and plots
               journal/         what happened, for recovery
               checkpoints/     step-NNNNNNNN, each loadable with from_pretrained
-              logs/            one file per worker
+              logs/            one file per worker; controller.log has what environments and rewards raised
               summary.json     the closing summary
 
 A lock that dies with its process keeps two controllers out of one directory.

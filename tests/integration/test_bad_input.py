@@ -32,6 +32,7 @@ SMALL = {
     "rollout.groups_per_step": 2,
 }
 REWARDS = """
+def broken(completions): return [1.0 / 0]
 def letters(completions): return [float(text.count("a")) for text in completions]
 def short(completions): return [0.0]
 def words(completions): return ["good"] * len(completions)
@@ -146,7 +147,7 @@ def test_a_misspelt_setting_suggests_the_nearest(workplace):
         (["tasks.source=absent.jsonl"], ["tasks.source", "absent.jsonl does not exist", "check the path"]),
         (["tasks.source=strange"], ["tasks.source", "'strange' is not understood", "name a .jsonl file"]),
         (["tasks.source=rewards.py:absent"], ["tasks.source", "no 'absent'"]),
-        (["tasks.source=rewards.py:rows"], ["tasks.source", "OSError: the server is down"]),
+        (["tasks.source=rewards.py:rows"], ["tasks.source", "OSError: the server is down (rewards.py:8)"]),
         (["tasks.source=rewards.py:rows", "tasks.options={a=1}"], ["tasks.source", "'a'", "tasks.options"]),
         (["tasks.source=rewards.py:nothing"], ["tasks.source", "a NoneType", "give a list of rows"]),
         (["tasks.prompt_column=question"], ["no column 'question'", "set tasks.prompt_column"]),
@@ -247,6 +248,20 @@ def test_a_reward_of_the_wrong_shape_drops_groups_until_the_error_budget_ends_th
     text = Path("rewards.py").read_text().replace(f"def {function}(", "def broken(")
     Path("rewards.py").write_text(text.replace("def letters(", f"def {function}("))
     finishes(command)
+
+
+@pytest.mark.parametrize(("launcher", "log"), [("inline", "controller"), ("local", "scorer")])
+def test_a_reward_that_raises_is_told_with_its_line_and_its_traceback_is_in_a_log(refused, launcher, log):
+    message = refused("reward.functions=rewards.py:broken", f"run.launcher={launcher}", code=1)
+    assert "it raised ZeroDivisionError: float division by zero (rewards.py:2)" in message
+    text = Path(f"runs/run/logs/{log}.log").read_text()
+    assert text.count("return [1.0 / 0]") == 1 and "ZeroDivisionError: float division by zero" in text
+
+
+def test_the_traceback_of_a_reward_that_raised_is_shown_when_asked_for(command):
+    arguments = ("train", "run.toml", "--set", "reward.functions=rewards.py:broken", "--traceback")
+    code, _, errors = command(*arguments)
+    assert code == 1 and "return [1.0 / 0]" in errors
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_or_is_skipped_and_said(refused, command):

@@ -175,8 +175,8 @@ class RewardSettings(Section):
     """Seconds one call of a reward function may take, and step scores after a group's last attempt, without which it is
     then trained."""
     error_budget: float = Field(0.1, ge=0, le=1)
-    """Share of groups that may be dropped before the run stops, because a call raised, returned NaN or took too long,
-    and did so again when it was made once more."""
+    """Share of groups that may be dropped as failed before the run stops: an environment raised or took too long, or a
+    call raised, returned NaN or took too long, and did so again when it was made once more."""
     workers: int = Field(4, ge=1)
     """Calls that may run at the same time."""
 

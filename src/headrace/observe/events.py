@@ -9,8 +9,8 @@ An event is a name and a mapping of plain values; every sink gets every event, i
                 metrics (by name), roles (``RoleStatus`` as mappings), attempts and tokens_by_state
                 (by ledger state), length_bias, missing_scores and asked_again (by source and reason), given_up
                 (attempts ended early)
-    drop        reason, group, detail
-    warning     text
+    drop        reason, group, detail; traceback: of the first fault of its kind
+    warning     text; traceback: as of a drop
     eval        step and figures by name
     run.end     the step, and what the last step had of roles, attempts, tokens_by_state and scores, if it has changed
                 since

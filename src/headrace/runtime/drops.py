@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from headrace.errors import HeadraceError, RewardError, TaskError
+from headrace.errors import HeadraceError, RewardError, RolloutError, TaskError
 from headrace.types import DropReason
 
 FREE_FAILURES = 3
@@ -28,15 +28,21 @@ class DropWatch:
         """A group made it."""
         self._barren.clear()
 
-    def dropped(self, reason: DropReason, detail: str, *, num_groups: int) -> HeadraceError | None:
-        """``num_groups`` were admitted so far by this controller."""
+    def dropped(
+        self, reason: DropReason, detail: str, *, num_groups: int, fault: BaseException | None = None
+    ) -> HeadraceError | None:
+        """``num_groups`` were admitted so far by this controller. ``fault``: what the group failed of."""
         self._barren[reason] += 1
         self._num_failed += reason == "failed"
         if self._num_failed > max(FREE_FAILURES, self._error_budget * num_groups):
-            return RewardError(
+            kind = RolloutError if isinstance(fault, RolloutError) else RewardError
+            error = kind(
                 f"{self._num_failed} of {num_groups} groups failed, over "
-                f"reward.error_budget = {self._error_budget:g}; the last one: {detail}"
+                f"reward.error_budget = {self._error_budget:g}; the last one: {detail}; "
+                "mend the cause and resume the run, or raise reward.error_budget"
             )
+            error.__cause__ = fault
+            return error
         return self._hopeless(reason, detail) if self._barren[reason] >= self._patience else None
 
     def _hopeless(self, reason: DropReason, detail: str) -> HeadraceError | None:

@@ -28,11 +28,19 @@ from headrace.algos.advantages import (
     overlong_penalty,
 )
 from headrace.algos.process import trajectory_advantages
+from headrace.data.faults import in_words
 from headrace.data.kept_limits import record_fault
 from headrace.data.returns import weighted_return
 from headrace.data.samples import agent_of, agents, build_samples
 from headrace.data.steps import trajectory_steps
-from headrace.errors import CheckpointError, InvariantError, PromptTooLongError, RoleError, WeightSyncError
+from headrace.errors import (
+    CheckpointError,
+    InvariantError,
+    PromptTooLongError,
+    RoleError,
+    RolloutError,
+    WeightSyncError,
+)
 from headrace.protocols import Environment
 from headrace.runtime import peers
 from headrace.runtime.buffer import ReadyGroup
@@ -74,11 +82,11 @@ class GroupRunner:
         record: Callable[[Record], None],
         on_returns: Callable[[LiveGroup, Sequence[Episode], Sequence[float]], None] = lambda *_: None,
         on_ready: Callable[[ReadyGroup], None],
-        on_dropped: Callable[[int, DropReason, str], None],
+        on_dropped: Callable[[int, DropReason, str, BaseException | None], None],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
         """``process`` None: attempts are judged when they have ended. ``on_returns`` hears what a group's attempts are
-        worth just before its fate is recorded."""
+        worth just before its fate is recorded, ``on_dropped`` also of what a group failed."""
         self._plan = plan
         self._router = router
         self._environment = environment
@@ -184,7 +192,7 @@ class GroupRunner:
             self._drop(live, "over-length", str(e))
         except Exception as e:
             await self._hand_back(live, tasks)
-            self._drop(live, "failed", f"{type(e).__name__}: {e}")
+            self._drop(live, "failed", in_words(e), e)
         finally:
             await _end_all(tasks)
 
@@ -229,9 +237,13 @@ class GroupRunner:
             text = (
                 f"attempt {live.group}/{late} took longer than rollout.attempt_s = {self._plan.attempt_s:g} s"
             )
-            errors = [TimeoutError(text)]
+            errors = [RolloutError(text)]
         real = [error for error in errors if not isinstance(error, Interrupted)]
-        raise (real or errors)[0]
+        fault = (real or errors)[0]
+        if isinstance(fault, (*FATAL, Interrupted, PromptTooLongError, RolloutError)):
+            raise fault
+        # Whatever went wrong before there was anything to score is no fault of a reward.
+        raise RolloutError(in_words(fault)) from fault
 
     async def _hand_back(self, live: LiveGroup, tasks: _Attempts) -> None:
         """Until the attempts that still sample, which stop too, have told what they sampled: parts are trained or
@@ -358,17 +370,21 @@ class GroupRunner:
         if self._process is not None:
             self._process.forget(group)
 
-    def drop(self, part: int, reason: DropReason, detail: str = "") -> None:
+    def drop(
+        self, part: int, reason: DropReason, detail: str = "", fault: BaseException | None = None
+    ) -> None:
         """Of a part for which nothing runs any longer."""
         self._record({"kind": "drop", "group": part, "reason": reason, "detail": detail})
-        self._on_dropped(part, reason, detail)
+        self._on_dropped(part, reason, detail, fault)
 
-    def _drop(self, live: LiveGroup, reason: DropReason, detail: str) -> None:
+    def _drop(
+        self, live: LiveGroup, reason: DropReason, detail: str, fault: BaseException | None = None
+    ) -> None:
         """All that is not released: also what was scored, and could then not be built."""
         self._ending.pop(live.group, None)
         self._forget_scores(live.group)
         for part in [part for part in live.parts if part not in self._released]:
-            self.drop(part, reason, detail)
+            self.drop(part, reason, detail, fault)
 
 
 def _is_taught(live: LiveGroup) -> bool:
@@ -383,8 +399,8 @@ def ready_part(plan: RunPlan, live: LiveGroup, part: int) -> ReadyGroup:
     if not is_late(part):
         return ready_group(plan, scored)
     if peers.names_any(scored.episodes):
-        raise ValueError(
-            f"late attempts of group {live.group} name peers, but those of its quorum did not: an environment must "
+        raise RolloutError(
+            f"environment: late attempts of group {live.group} name peers, but those of its quorum did not: let it "
             "name them in every attempt or in none"
         )
     advantages = against_frozen(plan.advantage, scored.returns, live.frozen, group_size=live.num_attempts)
@@ -424,14 +440,14 @@ def _outcome_advantages(plan: RunPlan, scored: EpisodeGroup) -> Any:
     if not peers.names_any(scored.episodes):
         return function(np.array(scored.returns, dtype=np.float64))
     if plan.process is not None:
-        raise ValueError(
-            f"trajectories of group {scored.group} have rewards or peers of their own, but scoring.process adds to "
-            "what whole attempts earned: leave scoring.process out, or let the environment name none"
+        raise RolloutError(
+            f"environment: trajectories of group {scored.group} have rewards or peers of their own, but "
+            "scoring.process adds to what whole attempts earned: leave scoring.process out, or let it name none"
         )
     if plan.advantage in BY_THE_TRAINER:
-        raise ValueError(
-            f"trajectories of group {scored.group} have rewards or peers of their own, but algo.advantage = "
-            f"{plan.advantage} compares attempts: set another one, or let the environment name none"
+        raise RolloutError(
+            f"environment: trajectories of group {scored.group} have rewards or peers of their own, but algo.advantage "
+            f"= {plan.advantage} compares attempts: set another one, or let it name none"
         )
     return peers.advantages(function, scored.episodes, scored.returns)
 

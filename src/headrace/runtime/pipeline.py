@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headrace.data.faults import FirstFaults
 from headrace.errors import CheckpointError, DeadlineError
 from headrace.protocols import (
     Cluster,
@@ -108,7 +109,7 @@ class Pipeline:
             [OutcomeSource(scorer, concurrency=plan.capacity), *asked],
             meter=meter,
             record=self._record,
-            warn=lambda text: sink.emit("warning", {"text": text}),
+            warn=self._warn_of,
         )
         self._runner = GroupRunner(
             plan,
@@ -136,6 +137,7 @@ class Pipeline:
         )
         self._landings: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
+        self._faults = FirstFaults()
         self._drops = DropWatch(error_budget=plan.error_budget, groups_per_step=plan.groups_per_step)
         self._num_groups_before = self.state.next_group - len(self.state.groups)
 
@@ -338,17 +340,26 @@ class Pipeline:
         self._drops.scored()
         self._buffer.put(group)
 
-    def _dropped(self, part: int, reason: DropReason, detail: str) -> None:
-        self._sink.emit("drop", {"group": group_of(part), "reason": reason, "detail": detail})
+    def _dropped(self, part: int, reason: DropReason, detail: str, fault: BaseException | None) -> None:
+        fields = {"group": group_of(part), "reason": reason, "detail": detail}
+        self._sink.emit("drop", fields | self._traceback(fault))
         is_branch = self._release(part)
         self._buffer.notify()
         self._branching.begin()
         if is_branch and reason != "failed":
             return
         num_groups = self.state.next_group - self._num_groups_before
-        error = self._drops.dropped(reason, detail, num_groups=num_groups)
+        error = self._drops.dropped(reason, detail, num_groups=num_groups, fault=fault)
         if error is not None:
             self._supervisor.fail(error)
+
+    def _warn_of(self, text: str, fault: BaseException) -> None:
+        self._sink.emit("warning", {"text": text} | self._traceback(fault))
+
+    def _traceback(self, fault: BaseException | None) -> dict[str, str]:
+        """As a field of the event that tells of the fault; empty where one like it was told."""
+        text = "" if fault is None else self._faults.traceback(fault)
+        return {"traceback": text} if text else {}
 
     def _release(self, group: int) -> bool:
         """Give back a group's slot (late parts have none); returns whether it was a branch group's."""

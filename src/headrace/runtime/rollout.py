@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,16 +23,17 @@ from typing import Any
 import numpy as np
 
 from headrace.data import completions
+from headrace.data.faults import in_words
 from headrace.data.routing import RouterShape, check_routing
-from headrace.errors import RecordError, TaskError
-from headrace.protocols import Environment
+from headrace.errors import HeadraceError, RecordError, RolloutError
+from headrace.protocols import Environment, PolicyClient
 from headrace.runtime.cancellation import no_stray_cancellation
 from headrace.runtime.journal import Record
 from headrace.runtime.pivots import request_id
 from headrace.runtime.process_rewards import StepWatch
 from headrace.runtime.router import Router
 from headrace.runtime.state import LiveGroup
-from headrace.types import Completion, ForkPoint, Request, Routing, Sampling, Trajectory, Turn
+from headrace.types import Completion, ForkPoint, Request, Routing, Sampling, Task, Trajectory, Turn
 
 
 class Interrupted(Exception):
@@ -93,13 +95,13 @@ class RolloutClient:
     def _check_turn(self, prompt_ids: np.ndarray) -> None:
         task = self._live.task.id
         if self.is_sampling:
-            raise TaskError(
+            raise RolloutError(
                 f"environment: it asked for two turns of task {task} at once; await policy.sample before the next, or "
                 "make them attempts of a group"
             )
         begun = None if self._unfinished is None else self._asked
         if begun is not None and not np.array_equal(begun, prompt_ids):
-            raise TaskError(
+            raise RolloutError(
                 f"environment: it gave up on a turn of task {task} that had begun, and asked for one with another "
                 "prompt; ask for the same again, or end the attempt"
             )
@@ -147,7 +149,7 @@ class RolloutClient:
         if pivot is None or number > 0:
             return None
         if not np.array_equal(prompt_ids, pivot.token_ids):
-            raise TaskError(
+            raise RolloutError(
                 f"task {self._live.task.id} begins at a pivot, but the environment showed the policy something else: "
                 "let it sample from the pivot's tokens, or set pivots.branches = 0"
             )
@@ -209,12 +211,28 @@ class RolloutClient:
         return self._live.unfinished.get(self.attempt)
 
 
+async def played(environment: Environment, task: Task, policy: PolicyClient) -> Any:
+    """What an environment returns; what it raises is a RolloutError with its place in the environment's file."""
+    try:
+        running = environment.run(task, policy)
+        if not inspect.isawaitable(running):
+            raise RolloutError(
+                f"environment: {type(environment).__name__}.run returned a {type(running).__name__} that cannot be "
+                "awaited; write it as async def run(self, task, policy)"
+            )
+        return await running
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise RolloutError(f"environment: {in_words(error)}") from error
+
+
 async def run_attempt(environment: Environment, live: LiveGroup, client: RolloutClient) -> Record:
     """Run the environment; returns the ``episode`` record. Raises Interrupted where the client was, whatever the
     environment made of it."""
     with no_stray_cancellation("environment"):
         try:
-            trajectories = await environment.run(live.task, client)
+            trajectories = await played(environment, live.task, client)
         except Exception as error:
             if client.was_interrupted:
                 raise Interrupted from error
@@ -224,7 +242,7 @@ async def run_attempt(environment: Environment, live: LiveGroup, client: Rollout
     turns = live.turns.get(client.attempt, [])
     fault = _fault(trajectories, turns)
     if fault:
-        raise TaskError(f"environment: what it returned for task {live.task.id} {fault}")
+        raise RolloutError(f"environment: what it returned for task {live.task.id} {fault}")
     return {
         "kind": "episode",
         "group": live.group,

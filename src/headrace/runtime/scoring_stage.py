@@ -45,9 +45,10 @@ class ScoringStage:
         *,
         meter: ScoringMeter,
         record: Callable[[Record], None],
-        warn: Callable[[str], None],
+        warn: Callable[[str, BaseException], None],
     ) -> None:
-        """``warn`` is told of the first score of each source that is missing for a reason, in words."""
+        """``warn`` is told of the first score of each source that is missing for a reason, in words and as it was
+        raised."""
         names = [source.name for source in sources]
         assert len(set(names)) == len(names), f"two score sources share a name: {names}"
         self._sources = tuple(sources)
@@ -167,7 +168,8 @@ class ScoringStage:
         name = f"{source.name}_{why}"
         self._counts[name] += 1
         if self._counts[name] == 1:
-            self._warn(f"{source.name}: a score is missing ({why}): {fault}; the group is trained without it")
+            text = f"{source.name}: a score is missing ({why}): {fault}; the group is trained without it"
+            self._warn(text, fault)
         return why
 
 

@@ -11,10 +11,12 @@ import asyncio
 import inspect
 import math
 import queue
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, SupportsFloat
 
+from headrace.data.faults import in_words
 from headrace.errors import RewardError
 
 Deliver = Callable[[Any, BaseException | None], None]
@@ -66,7 +68,12 @@ async def call(
     except Exception as error:
         if deadline.expired():
             raise CallFailed(f"gave no answer within {timeout_s:g} s") from error
-        raise CallFailed(f"raised {type(error).__name__}: {error}") from error
+        raise CallFailed(f"raised {in_words(error)}") from error
+
+
+def to_role_log(text: str) -> None:
+    """Only in a process of its own, whose standard error is its log."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def checked_values(answer: Any, num_completions: int) -> list[float | None]:
@@ -117,7 +124,7 @@ class Threads:
         thread.start_call(work, lambda answer, error: self._deliver(loop, thread, done, answer, error))
         answer, error = await done
         if error is not None:
-            raise CallFailed(f"raised {type(error).__name__}: {error}") from error
+            raise CallFailed(f"raised {in_words(error)}") from error
         return answer
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from headrace.data.faults import FirstFaults
 from headrace.data.returns import weighted_return
 from headrace.errors import ConfigError, RewardError
 from headrace.scoring.calls import CallFailed, Threads, call, checked_values, declared_arguments, is_async
@@ -36,7 +37,9 @@ class FunctionScorer:
         timeout_s: float = 60.0,
         retries: int = 1,
         workers: int = 4,
+        log: Callable[[str], None] | None = None,
     ) -> None:
+        """``log`` is told the traceback of the first fault of each kind; None: the error that is raised has it."""
         if not functions:
             raise ConfigError("no reward function was given: name at least one")
         self._functions = dict(functions)
@@ -45,6 +48,8 @@ class FunctionScorer:
         self._on_loop = frozenset(name for name, function in functions.items() if is_async(function))
         self._timeout_s = timeout_s
         self._retries = retries
+        self._log = log
+        self._faults = FirstFaults()
         # Waiting here is bounded: whoever holds a place gives it up after timeout_s.
         self._places = asyncio.Semaphore(workers)
         self._threads = Threads()
@@ -68,15 +73,24 @@ class FunctionScorer:
         self, name: str, task: Task, arguments: Mapping[str, Any], num_episodes: int
     ) -> list[float | None]:
         chosen = self._chosen(name, task, arguments)
-        fault = ""
+        fault: CallFailed | None = None
         for _ in range(self._retries + 1):
             try:
                 answer = await self._call(name, chosen)
                 return checked_values(answer, num_episodes)
             except CallFailed as failed:
-                fault = str(failed)
+                fault = failed
+        assert fault is not None
+        self._tell_log(fault.__cause__)
         tries = f"{self._retries + 1} tries" if self._retries else "1 try"
-        raise RewardError(f"reward {name!r} failed on task {task.id} after {tries}: it {fault}")
+        raise RewardError(
+            f"reward {name!r} failed on task {task.id} after {tries}: it {fault}"
+        ) from fault.__cause__
+
+    def _tell_log(self, fault: BaseException | None) -> None:
+        text = "" if fault is None else self._faults.traceback(fault)
+        if text and self._log is not None:
+            self._log(text)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         function = self._functions[name]

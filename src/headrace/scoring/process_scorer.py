@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from headrace.data.faults import FirstFaults, in_words
 from headrace.errors import HeadraceError, RewardError
 from headrace.scoring.calls import Threads, declared_arguments
 from headrace.timekeeping import TimeLedger
@@ -98,8 +99,10 @@ class ProcessScorer:
         name: str = "process",
         threaded: bool = True,
         ledger: TimeLedger | None = None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
-        """``threaded`` False computes on the loop itself, for runs that must repeat bit for bit."""
+        """``threaded`` False computes on the loop itself, for runs that must repeat bit for bit. ``log`` is told the
+        traceback of the first fault of each kind; None: the error that is raised has it."""
         self.name = name
         self._core = core
         self._threaded = threaded
@@ -108,6 +111,8 @@ class ProcessScorer:
         self._waiting: list[tuple[StepQuestion, asyncio.Future[StepScores]]] = []
         self._worker: asyncio.Task[None] | None = None
         self._threads = Threads()
+        self._log = log
+        self._faults = FirstFaults()
         self._num_scores = 0
         self._num_passes = 0
 
@@ -161,8 +166,10 @@ class ProcessScorer:
     def _named(self, error: Exception, question: StepQuestion) -> Exception:
         if isinstance(error, HeadraceError):
             return error
-        text = f"{self.name} failed on attempt {question.attempt}: {type(error).__name__}: {error}"
-        named = RewardError(text)
+        traceback = self._faults.traceback(error)
+        if traceback and self._log is not None:
+            self._log(traceback)
+        named = RewardError(f"{self.name} failed on attempt {question.attempt}: {in_words(error)}")
         named.__cause__ = error
         return named
 

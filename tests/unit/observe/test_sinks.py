@@ -12,6 +12,7 @@ import pytest
 from headrace.errors import CheckpointError
 from headrace.observe.events import Fanout
 from headrace.observe.jsonl import JsonlSink, read_events
+from headrace.observe.tracebacks import TracebackSink
 from headrace.types import RoleStatus
 
 
@@ -82,6 +83,26 @@ def test_a_resumed_run_appends_after_a_torn_line(tmp_path: Path) -> None:
     assert [event["text"] for event in read_events(path)] == ["one", "two"]
     JsonlSink(path).close()
     assert len(path.read_text().splitlines()) == 3
+
+
+def test_tracebacks_are_written_for_people_and_only_where_there_are_any(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "controller.log"
+    sink = TracebackSink(path)
+    sink.emit("drop", {"group": 3, "reason": "stale", "detail": ""})
+    assert not path.exists()
+    fault = {"group": 4, "reason": "failed", "detail": "KeyError: 'x' (game.py:4)"}
+    sink.emit("drop", {**fault, "traceback": "Traceback ...\nKeyError: 'x'\n"})
+    sink.emit("warning", {"text": "a score is missing", "traceback": "Traceback ..."})
+    lines = path.read_text().splitlines()
+    assert lines[:3] == [
+        "dropped group 4: failed (KeyError: 'x' (game.py:4))",
+        "Traceback ...",
+        "KeyError: 'x'",
+    ]
+    assert "warning: a score is missing" in lines
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"controller\.log cannot be written"):
+        TracebackSink(tmp_path / "file" / "controller.log").emit("warning", {"text": "", "traceback": "T"})
 
 
 def test_unwritable_places_are_named(tmp_path: Path) -> None:

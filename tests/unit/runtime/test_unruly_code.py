@@ -9,9 +9,14 @@ import pytest
 from harness import MemorySink, OneTurn, ParityScorer, make_pipeline, make_plan
 
 from headrace.engines.scripted import ScriptedEngine
-from headrace.errors import DeadlineError, PromptTooLongError
+from headrace.errors import DeadlineError, PromptTooLongError, RolloutError
 from headrace.plan import virtual_clock
 from headrace.types import Sampling, Trajectory
+
+
+def line_of(environment):
+    """The first of its ``run``."""
+    return environment.run.__code__.co_firstlineno + 1
 
 
 def prompt(task, length=1):
@@ -116,6 +121,56 @@ def test_its_group_alone_is_dropped(given, said, tmp_path):
     assert state.step == 6
     (drop,) = [drop for drop in drops if drop["reason"] == "failed"]
     assert drop["group"] == 2 and said in drop["detail"]
+
+
+class Plain(OneTurn):
+    def run(self, task, policy):
+        return one()
+
+
+class Raises(OneTurn):
+    async def run(self, task, policy):
+        raise KeyError("my bug")
+
+
+class Late(OneTurn):
+    async def run(self, task, policy):
+        await asyncio.sleep(1e5)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (Raises, rf"environment: KeyError: 'my bug' \(test_unruly_code\.py:{line_of(Raises)}\)"),
+        (
+            Plain,
+            r"environment: Plain\.run returned a tuple that cannot be awaited; write it as async def run",
+        ),
+        (Late, r"attempt \d/\d took longer than rollout\.attempt_s = 5 s"),
+    ],
+)
+def test_attempts_that_keep_failing_end_the_run_by_name_and_with_a_remedy(environment, said, tmp_path):
+    sink = MemorySink()
+
+    async def whole():
+        await make_pipeline(tmp_path, make_plan(attempt_s=5.0), environment=environment(), sink=sink).run()
+
+    remedy = r"; mend the cause and resume the run, or raise reward\.error_budget$"
+    with pytest.raises(RolloutError, match=rf"^4 of \d groups failed, .*; the last one: {said}.*{remedy}"):
+        virtual_clock.run(whole())
+
+
+def test_the_traceback_of_an_environment_is_told_once_and_stays_with_the_error(tmp_path):
+    sink = MemorySink()
+
+    async def whole():
+        await make_pipeline(tmp_path, make_plan(), environment=Raises(), sink=sink).run()
+
+    with pytest.raises(RolloutError) as ended:
+        virtual_clock.run(whole())
+    told = [drop["traceback"] for drop in sink.of("drop") if "traceback" in drop]
+    assert len(told) == 1 and 'raise KeyError("my bug")' in told[0]
+    assert isinstance(ended.value.__cause__.__cause__, KeyError)
 
 
 class Swallows(OneTurn):

@@ -174,6 +174,19 @@ def test_bad_answers_say_what_was_wrong(function: Callable[..., Any], words: lis
         assert word in said
 
 
+@pytest.mark.parametrize("function", [raises, raises_async])
+def test_a_function_that_raises_is_told_with_its_line_and_logged_once(function: Callable[..., Any]) -> None:
+    logged: list[str] = []
+    scorer = FunctionScorer({"exact": function}, log=logged.append)
+    line = function.__code__.co_firstlineno + 1
+    for _ in range(2):
+        with pytest.raises(RewardError, match=rf"\(test_functions\.py:{line}\)$") as caught:
+            score(scorer)
+        assert isinstance(caught.value.__cause__, (ValueError, TimeoutError))
+    (text,) = logged
+    assert text.startswith("Traceback") and f"in {function.__name__}\n" in text
+
+
 def test_a_failing_call_is_retried_then_given_up() -> None:
     calls = itertools.count(1)
 

@@ -77,7 +77,8 @@ def test_a_function_that_raises_or_wants_what_is_not_there_is_named():
     def broken(steps):
         raise KeyError("x")
 
-    with pytest.raises(RewardError, match=r"process failed on attempt 0/0: KeyError"):
+    said = r"process failed on attempt 0/0: KeyError: 'x' \(test_process_scorer\.py:\d+\)$"
+    with pytest.raises(RewardError, match=said):
         ask(broken)
     with pytest.raises(RewardError, match=r"judge asks for 'solution', which task 7 has not"):
         ask(lambda solution: [0.0])
@@ -158,3 +159,18 @@ def test_what_is_given_up_behind_a_pass_that_hangs_does_not_pile_up():
         await scorer.close()
 
     asyncio.run(main())
+
+
+def test_the_first_fault_of_a_kind_is_logged_with_its_traceback():
+    def broken(steps):
+        raise KeyError("x")
+
+    async def main():
+        scorer = ProcessScorer(StepFunction(broken, name="judge", decode=letters), log=logged.append)
+        asked = (scorer.score_steps(question(attempt=name)) for name in "ab")
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    logged = []
+    asyncio.run(main())
+    (text,) = logged
+    assert 'raise KeyError("x")' in text and "in broken" in text
