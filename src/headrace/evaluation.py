@@ -18,7 +18,7 @@ from headrace import build, roles
 from headrace.config import Settings
 from headrace.data.returns import weighted_return
 from headrace.protocols import Engine, Environment, Scorer
-from headrace.runtime.rollout import played, turn_seed
+from headrace.runtime.rollout import played, prompt_array, turn_seed
 from headrace.types import Episode, Request, Sampling, Task, Turn
 
 
@@ -45,7 +45,8 @@ class _EngineClient:
         self._turn = 0
         self.seed = turn_seed(seed, task, attempt, -1)
 
-    async def sample(self, prompt_ids: np.ndarray, sampling: Sampling) -> Turn:
+    async def sample(self, prompt_ids: np.ndarray | Sequence[int], sampling: Sampling) -> Turn:
+        prompt_ids = prompt_array(prompt_ids)
         turn, self._turn = self._turn, self._turn + 1
         seed = turn_seed(self._seed, self._task, self._attempt, turn)
         name = f"eval-{self._task}/{self._attempt}/{turn}"

@@ -141,9 +141,9 @@ class PolicyClient(Protocol):
         """For the environment's own randomness: differs between attempts, the same when one is replayed."""
         ...
 
-    async def sample(self, prompt_ids: np.ndarray, sampling: Sampling) -> Turn:
-        """The attempt's next turn; one at a time. A call that failed, or that was given up on, may be made again, with
-        the same prompt where anything was sampled."""
+    async def sample(self, prompt_ids: np.ndarray | Sequence[int], sampling: Sampling) -> Turn:
+        """The attempt's next turn, behind these token ids; one at a time. A call that failed, or that was given up on,
+        may be made again, with the same prompt where anything was sampled."""
         ...
 
 

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from numbers import Real
@@ -80,7 +80,8 @@ class RolloutClient:
     def seed(self) -> int:
         return turn_seed(self._seed, self._live.group, self.attempt, -1)
 
-    async def sample(self, prompt_ids: np.ndarray, sampling: Sampling) -> Turn:
+    async def sample(self, prompt_ids: np.ndarray | Sequence[int], sampling: Sampling) -> Turn:
+        prompt_ids = prompt_array(prompt_ids)
         self._check_turn(prompt_ids)
         self.is_sampling = True
         try:
@@ -209,6 +210,21 @@ class RolloutClient:
     def _unfinished(self) -> Completion | None:
         """What the journal holds of the running turn; None: nothing."""
         return self._live.unfinished.get(self.attempt)
+
+
+def prompt_array(prompt_ids: Any) -> np.ndarray:
+    """The prompt that an environment gives, as an array; RolloutError where it is not token ids."""
+    try:
+        array = np.asarray(prompt_ids)
+    except (TypeError, ValueError):
+        # Rows of different lengths, or a tensor on a device.
+        array = np.zeros(())
+    if array.ndim == 1 and array.dtype.kind in "iu":
+        return array if array is prompt_ids else array.astype(np.int32)
+    raise RolloutError(
+        f"environment: it gave policy.sample the prompt {prompt_ids!r:.60}; give token ids, an array or list of ints, "
+        "such as renderer.prompt_ids(task) or renderer.encode(text)"
+    )
 
 
 async def played(environment: Environment, task: Task, policy: PolicyClient) -> Any:

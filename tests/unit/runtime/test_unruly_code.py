@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import numpy as np
 import pytest
@@ -121,6 +122,64 @@ def test_its_group_alone_is_dropped(given, said, tmp_path):
     assert state.step == 6
     (drop,) = [drop for drop in drops if drop["reason"] == "failed"]
     assert drop["group"] == 2 and said in drop["detail"]
+
+
+class Prompts(OneTurn):
+    """Shows the task's number in a form of its own."""
+
+    def __init__(self, form, tasks=None):
+        super().__init__()
+        self._form, self._tasks = form, tasks
+
+    async def run(self, task, policy):
+        is_own = self._tasks is None or task.id in self._tasks
+        return one(await policy.sample((self._form if is_own else list)([int(task.id)]), self._sampling))
+
+
+class Tokens(ScriptedEngine):
+    """Keeps the prompts."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompts = {}
+
+    async def generate(self, request, on_progress=None):
+        self.prompts[request.id] = (request.prompt_ids.tolist(), str(request.prompt_ids.dtype))
+        return await super().generate(request, on_progress)
+
+
+@pytest.mark.parametrize("form", [list, tuple])
+def test_a_list_of_token_ids_is_a_prompt_like_an_array(form, tmp_path):
+    def prompts(environment, name):
+        async def whole():
+            engine = Tokens()
+            await make_pipeline(tmp_path / name, make_plan(), environment=environment, engines=[engine]).run()
+            return engine.prompts
+
+        return virtual_clock.run(whole())
+
+    assert prompts(Prompts(form), "form") == prompts(OneTurn(), "array")
+
+
+@pytest.mark.parametrize(
+    ("form", "shown"),
+    [
+        (lambda ids: "What is 2+2?", r"'What is 2\+2\?'"),
+        (lambda ids: [0.5, 1.0], r"\[0\.5, 1\.0\]"),
+        (lambda ids: [ids, [1, 2]], r"\[\[2\], \[1, 2\]\]"),
+        (lambda ids: np.array([ids]), r"array\(\[\[2\]\]\)"),
+        (lambda ids: None, "None"),
+    ],
+    ids=["text", "fractions", "rows", "matrix", "nothing"],
+)
+def test_a_prompt_that_is_no_token_ids_is_told_what_is_expected(form, shown, tmp_path):
+    _, drops = run(tmp_path, environment=Prompts(form, {"2"}))
+    (drop,) = [drop for drop in drops if drop["reason"] == "failed"]
+    said = (
+        rf"^environment: it gave policy\.sample the prompt {shown}; give token ids, an array or list of ints"
+    )
+    assert drop["group"] == 2 and re.match(said, drop["detail"])
+    assert "test_unruly_code.py" in drop["traceback"]
 
 
 class Plain(OneTurn):
