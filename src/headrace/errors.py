@@ -8,6 +8,7 @@
     |   `-- ForkError            a branch that does not continue the request it is said to leave
     |-- RolloutError        attempts that failed, mostly in their environment, more often than the error budget allows
     |-- RewardError         a reward function that failed more often than the error budget allows
+    |   `-- ScoreError           an answer that is not a score: of the wrong length, not finite, of another attempt
     |-- RecordError         a recorded rollout that contradicts itself or the model; ends its group alone
     |-- TrainingError       a step that must not be applied (non-finite loss or gradient)
     |-- WeightSyncError     an update that did not land: torn, corrupt, wrong base, not acknowledged
@@ -52,6 +53,10 @@ class RolloutError(HeadraceError):
 
 
 class RewardError(HeadraceError):
+    pass
+
+
+class ScoreError(RewardError):
     pass
 
 

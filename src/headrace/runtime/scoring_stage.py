@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from headrace.data.steps import PROCESS, is_whole
-from headrace.errors import CheckpointError, DeadlineError, InvariantError, RoleError
+from headrace.errors import CheckpointError, DeadlineError, InvariantError, RoleError, ScoreError
 from headrace.protocols import ScoreSource
 from headrace.runtime.cancellation import no_stray_cancellation
 from headrace.runtime.journal import Record
@@ -32,10 +32,6 @@ from headrace.types import RoleStatus, ScoreColumn
 Missing = tuple[str, int, str]
 """(source, attempt, why): ``late``, ``dead``, ``invalid`` or ``failed``."""
 _Questions = dict[tuple[int, ...], asyncio.Task[None]]
-
-
-class InvalidScore(Exception):
-    """A source answered with something that is not a score."""
 
 
 class ScoringStage:
@@ -186,18 +182,18 @@ async def _all(waits: Sequence[Coroutine[Any, Any, list[Missing]]]) -> list[list
 
 
 def check_columns(source: str, group: int, attempts: Sequence[int], columns: Sequence[ScoreColumn]) -> None:
-    """Raise InvalidScore unless there is one whole, finite column for each attempt, in order."""
+    """Raise ScoreError unless there is one whole, finite column for each attempt, in order."""
     if len(columns) != len(attempts):
-        raise InvalidScore(
+        raise ScoreError(
             f"{source} gave {len(columns)} columns for {len(attempts)} attempts of group {group}"
         )
     for attempt, column in zip(attempts, columns, strict=True):
         if (column.source, column.group, column.attempt) != (source, group, attempt):
             wrong = f"{column.source} of {column.group}/{column.attempt}"
-            raise InvalidScore(f"{source} was asked about {group}/{attempt} and answered as {wrong}")
+            raise ScoreError(f"{source} was asked about {group}/{attempt} and answered as {wrong}")
         fault = _fault(column)
         if fault:
-            raise InvalidScore(f"{source} of attempt {group}/{attempt}: {fault}")
+            raise ScoreError(f"{source} of attempt {group}/{attempt}: {fault}")
 
 
 def _fault(column: ScoreColumn) -> str:
@@ -233,4 +229,4 @@ def reason_of(fault: BaseException) -> str:
         return "late"
     if isinstance(fault, RoleError):
         return "dead"
-    return "invalid" if isinstance(fault, InvalidScore) else "failed"
+    return "invalid" if isinstance(fault, ScoreError) else "failed"

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headrace.data.faults import FirstFaults, in_words
-from headrace.errors import HeadraceError, RewardError
+from headrace.errors import HeadraceError, RewardError, ScoreError
 from headrace.scoring.calls import Threads, declared_arguments
 from headrace.timekeeping import TimeLedger
 from headrace.types import RoleStatus, StepQuestion, StepScores
@@ -83,9 +83,14 @@ class StepFunction:
                 f"scoring.process: {self._name} asks for {missing[0]!r}, which task {task.id} has not"
             )
         chosen = {k: v for k, v in arguments.items() if self._accepted is None or k in self._accepted}
-        # An answer of another length is sent on as it is: whoever asked counts it as invalid.
-        scores = np.asarray(self._function(**chosen), dtype=np.float32).reshape(-1)[question.num_known :]
-        return StepScores(scores=scores, version=version)
+        scores = np.asarray(self._function(**chosen), dtype=np.float32).reshape(-1)
+        num_steps = len(question.ends)
+        if len(scores) != num_steps:
+            raise ScoreError(
+                f"scoring.process: {self._name} returned {len(scores)} scores for the {num_steps} steps of attempt "
+                f"{question.attempt} so far; return one for each, from the first step on"
+            )
+        return StepScores(scores=scores[question.num_known :], version=version)
 
     def counters(self) -> Mapping[str, float]:
         return {"calls": self._num_calls}

@@ -28,6 +28,7 @@ from headrace.runtime.journal import read
 from headrace.runtime.plan import ProcessPlan
 from headrace.runtime.recording import read_recording
 from headrace.runtime.state import RunState
+from headrace.scoring.process_scorer import ProcessScorer, StepFunction
 from headrace.trainers.scripted import ScriptedTrainer
 from headrace.types import RoleStatus, ScoreColumn, StepScores, Trajectory
 
@@ -73,6 +74,12 @@ class ScriptedSteps:
 class TooShort(ScriptedSteps):
     def answer(self, *given):
         return super().answer(*given)[:-1]
+
+
+def judge_of_too_few():
+    """A function that leaves the last step out."""
+    function = StepFunction(lambda steps: [0.0] * (len(steps) - 1), name="judge", decode=str)
+    return ProcessScorer(function, threaded=False)
 
 
 class NotANumber(ScriptedSteps):
@@ -463,6 +470,7 @@ def test_the_trainer_never_waits_for_a_step_score_past_its_deadline(tmp_path, ma
     ("scorer", "why", "words"),
     [
         (TooShort, "invalid", "scores for"),
+        (judge_of_too_few, "invalid", "judge returned 1 scores for the 2 steps of attempt"),
         (NotANumber, "invalid", "not finite"),
         (Dead, "dead", "killed by SIGKILL"),
     ],

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from headrace.errors import RewardError
+from headrace.errors import RewardError, ScoreError
 from headrace.scoring.process_scorer import ProcessScorer, StepFunction
 from headrace.types import StepQuestion, StepScores, Task
 
@@ -84,9 +84,10 @@ def test_a_function_that_raises_or_wants_what_is_not_there_is_named():
         ask(lambda solution: [0.0])
 
 
-def test_an_answer_of_the_wrong_length_keeps_it_for_whoever_counts():
-    scores, _ = ask(lambda steps: [0.0], num_known=0)
-    assert scores.shape == (1,)
+@pytest.mark.parametrize("num_known", [0, 1, 2])
+def test_an_answer_of_the_wrong_length_is_counted_from_the_first_step(num_known):
+    with pytest.raises(ScoreError, match=r"judge returned 1 scores for the 2 steps of attempt 0/0"):
+        ask(lambda steps: [0.0], num_known=num_known)
 
 
 class Passes:
