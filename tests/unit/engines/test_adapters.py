@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
 
+from headrace.engines.driver import EngineDriver
 from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
 from headrace.errors import TaskError, WeightSyncError
@@ -13,6 +16,7 @@ from headrace.models.loading import load_model, make_tiny_model
 from headrace.models.lora import LoraSpec, target_linears
 from headrace.models.tensors import blobs_of, to_blobs
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
+from headrace.types import WeightManifest
 
 SPEC = LoraSpec(rank=4, alpha=8.0)
 DORA = LoraSpec(rank=4, alpha=8.0, dora=True)
@@ -160,6 +164,42 @@ def test_an_update_of_one_leaves_the_other_as_it_was(
     assert not any(same_bits(resting[f"a{i}"], updated[f"a{i}"]) for i in range(3))
     assert len(set(updated["a0"].versions)) > 2
     assert engine.version_of("b") == 0 and engine.version_of("a") > 0
+
+
+def test_a_policy_refuses_what_is_older_than_its_own_adapter(make_engine, weights):
+    """Whatever versions the others have."""
+    ledger = TimeLedger(ENGINE_ACTIVITIES)
+    core = make_engine(lora=SPEC, num_adapters=2)
+    for name, version in (("a", 3), ("b", 1)):
+        core.apply_adapter(name, version, blobs_of(weights(seed=version)))
+    driver = EngineDriver(core, Bundles(list(blobs_of(weights(seed=2)))), ledger=ledger)
+
+    def manifest(policy):
+        return WeightManifest(
+            version=2, base_version=None, kind="adapter", transport="memory", location="", num_bytes=0, digest="",
+            slots=(), policy=policy,
+        )  # fmt: skip
+
+    async def main():
+        with pytest.raises(WeightSyncError, match="has version 3; 2 is older"):
+            await driver.apply(manifest("a"))
+        assert await driver.apply(manifest("b")) == 2
+        await driver.close()
+
+    asyncio.run(main())
+    assert (core.version_of("a"), core.version_of("b")) == (3, 2)
+
+
+class Bundles:
+    """Hands out the same tensors for every update."""
+
+    def __init__(self, blobs):
+        self._blobs = blobs
+
+    def receive(self, manifest, base=()):
+        return self._blobs
+
+    def close(self): ...
 
 
 def test_prefixes_are_shared_within_an_adapter_and_version_only(

@@ -165,7 +165,7 @@ def test_a_callback_that_raises_ends_its_own_request(driver, make_request):
     async def main():
         good = asyncio.ensure_future(driver.generate(make_request("good", max_tokens=30)))
         with pytest.raises(ValueError, match="nobody listens"):
-            await driver.generate(make_request("told", max_tokens=30), on_progress=refuse)
+            await driver.generate(make_request("told", max_tokens=200), on_progress=refuse)
         assert (await good).num_tokens == 30
         assert driver._core.counters()["running"] == 0
         await driver.close()
@@ -343,6 +343,71 @@ def test_a_drain_ends_when_the_last_caller_gives_up(driver, make_request):
     run(main())
 
 
+def test_a_drain_ends_when_the_last_request_is_aborted(driver, make_request):
+    async def main():
+        (task,) = await start(driver, make_request("a", max_tokens=200))
+        draining = asyncio.ensure_future(driver.begin_update("drain"))
+        await asyncio.sleep(0)
+        assert not draining.done()
+        await driver.abort(["a"])
+        await draining
+        assert (await task).finish_reason == "abort"
+        await driver.close()
+
+    run(main())
+
+
+def test_every_drain_waits_for_what_runs(driver, make_request):
+    """Also one that comes after a moment in which nothing ran."""
+
+    async def main():
+        await driver.generate(make_request("before", max_tokens=2))
+        (task,) = await start(driver, make_request("a", max_tokens=40))
+        await driver.begin_update("drain")
+        assert (await driver.status()).counters["running"] == 0
+        await driver.apply(manifest(1))
+        assert set((await task).versions) == {0}
+        await driver.close()
+
+    run(main())
+
+
+def test_a_drain_waits_for_what_was_sent_back_too(tiny_checkpoint, new_blobs, make_request):
+    ledger = TimeLedger(ENGINE_ACTIVITIES)
+    core, receiver = torch_engine(load_model(tiny_checkpoint), ledger=ledger, kv_tokens=96), MemoryReceiver()
+    driver, receiver.bundles = EngineDriver(core, receiver, ledger=ledger), {1: new_blobs}
+
+    async def main():
+        tasks = await start(driver, *[make_request(name, prompt=33, max_tokens=40) for name in "ab"])
+        while not core.counters()["preemptions"]:
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in tasks)
+        await driver.begin_update("drain")
+        await driver.apply(manifest(1))
+        assert [set(done.versions) for done in await asyncio.gather(*tasks)] == [{0}, {0}]
+        await driver.close()
+
+    run(main())
+
+
+def test_a_failing_step_ends_a_drain(driver, make_request, monkeypatch):
+    def broken(self):
+        raise RuntimeError("no more memory")
+
+    async def main():
+        (task,) = await start(driver, make_request("a", max_tokens=200))
+        draining = asyncio.ensure_future(driver.begin_update("drain"))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(TorchEngine, "step", broken)
+        with pytest.raises(RoleError, match="no more memory"):
+            await draining
+        with pytest.raises(RuntimeError, match="no more memory"):
+            await task
+        await driver.close()
+
+    run(main())
+
+
 def test_close_hands_out_what_had_ended_before(driver, make_request):
     async def main():
         done = replace(await driver.generate(make_request("a", max_tokens=5)), finish_reason="abort")
@@ -400,6 +465,36 @@ def test_a_failed_update_keeps_the_old_weights_and_can_be_cancelled(driver, make
         assert not waiting.done() and (await driver.status()).version == 0
         await driver.cancel_update()
         assert set((await waiting).versions) == {0}
+        await driver.close()
+
+    run(main())
+
+
+def test_all_weights_of_the_version_it_has_are_taken_anew(driver, new_blobs, make_request):
+    """An engine starts with a version's number, and not always with its weights."""
+    driver._receiver.bundles[0] = new_blobs
+
+    async def main():
+        ids = [np.arange(20)]
+        (before,) = await driver.score(ids)
+        assert await driver.apply(manifest(0)) == 0
+        (renewed,) = await driver.score(ids)
+        assert await driver.apply(manifest(1)) == 1
+        (after,) = await driver.score(ids)
+        assert not np.array_equal(before, renewed)
+        np.testing.assert_array_equal(renewed, after)
+        await driver.close()
+
+    run(main())
+
+
+def test_a_delta_that_has_landed_already_ends_the_pause(driver, make_request):
+    async def main():
+        await driver.begin_update("block")
+        waiting = asyncio.ensure_future(driver.generate(make_request("a")))
+        delta = replace(manifest(0), kind="delta", base_version=-1)
+        assert await driver.apply(delta) == 0
+        assert (await waiting).num_tokens == 20
         await driver.close()
 
     run(main())
