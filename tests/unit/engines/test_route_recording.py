@@ -202,6 +202,16 @@ def test_snapshots_join_to_the_whole(moe, make_request, kind):
         check_against_plain(moe, request, done[request.id])
 
 
+def test_routes_of_a_pass_on_its_way_are_not_those_of_who_had_the_slot_before(moe, make_request, run_engine):
+    engine = engine_with(moe, "device", max_running=1)
+    run_engine(engine, make_request("before", prompt=30))
+    engine.submit(make_request("next", prompt=40))
+    engine.step()
+    ((_, nothing),) = engine.abort(["next"])
+    assert nothing.num_tokens == 0
+    assert nothing.routing is None or not nothing.routing.recorded.any()
+
+
 @pytest.mark.parametrize("kind", EXECUTORS)
 def test_a_resumed_request_keeps_the_routes_it_came_with(moe, make_request, run_engine, kind, tmp_path):
     """Interrupted under one version and resumed under another, on another engine."""

@@ -124,6 +124,19 @@ def test_a_long_prompt_is_shared_while_it_is_still_being_computed(make_engine, r
     assert engine.counters()["prefill_tokens"] == 200 + 2 * 8
 
 
+def test_a_block_that_is_filled_elsewhere_meanwhile_is_not_taken_over_half_way(
+    make_engine, run_engine, make_request, same_bits
+):
+    """The follower is inside the block that the first request fills while it decodes."""
+    first = make_request("first", prompt=45, max_tokens=30)
+    sampled = run_engine(make_engine(), first)["first"].token_ids
+    follower = make_request("follower", prompt=np.concatenate((first.prompt_ids, sampled[:20])))
+    alone = run_engine(make_engine(), follower)["follower"]
+    engine = make_engine(prefill_tokens=2)
+    assert same_bits(run_engine(engine, first, follower)["follower"], alone)
+    assert engine.counters()["cache_hit_tokens"] == 32
+
+
 def test_a_completion_is_found_again_as_part_of_the_next_prompt(
     make_engine, run_engine, make_request, same_bits
 ):
@@ -143,6 +156,48 @@ def test_stop_ids_end_a_completion_and_belong_to_it(make_engine, run_engine, mak
     got = run_engine(make_engine(), make_request("a", max_tokens=40, stop_ids=(stop, 60)))["a"]
     assert got.finish_reason == "stop"
     np.testing.assert_array_equal(got.token_ids, free.token_ids[: first + 1])
+
+
+def test_nobody_ends_at_the_stop_ids_of_others(make_engine, run_engine, make_request, same_bits):
+    """Neither at those of who had the slot before, nor at what fills a row when somebody has more of them."""
+    free = make_request("free", max_tokens=60, stop_ids=())
+    alone = run_engine(make_engine(), free)["free"]
+    assert 0 in alone.token_ids[2:]
+    engine = make_engine(max_running=2)
+    run_engine(engine, make_request("before", max_tokens=3, stop_ids=(0, *alone.token_ids[:5].tolist())))
+    assert same_bits(run_engine(engine, free)["free"], alone)
+    engine = make_engine(max_running=2)
+    engine.submit(free)
+    engine.step()
+    assert same_bits(run_engine(engine, make_request("beside", stop_ids=(58, 59, 60)))["free"], alone)
+
+
+def test_who_was_sent_back_goes_on_before_those_that_have_not_begun(make_engine, make_request):
+    engine = make_engine(kv_tokens=96)
+    for name, prompt in (("old", 33), ("young", 33), ("small", 5)):
+        engine.submit(make_request(name, prompt=prompt, max_tokens=40))
+    done = {}
+    while not engine.counters()["preemptions"]:
+        done.update(engine.step())
+    while "old" not in done:
+        assert engine.started_ids() == ["old", "young"]
+        done.update(engine.step())
+    while engine.has_work:
+        done.update(engine.step())
+    assert {completion.num_tokens for completion in done.values()} == {40}
+
+
+def test_who_is_sent_back_and_begins_again_in_the_same_pass_is_computed_once(
+    make_engine, run_engine, make_request, same_bits
+):
+    """Two that sample the same fill the same blocks. When these run out the younger one is sent back, finds all it
+    needs with the older one and gets its slot again at once."""
+    twins = [make_request(name, prompt=np.arange(33), seed=5, max_tokens=40) for name in "ab"]
+    alone = run_engine(make_engine(), twins[0])["a"]
+    engine = make_engine(kv_tokens=96)
+    together = run_engine(engine, *twins)
+    assert engine.counters()["preemptions"] == 1 and engine.counters()["generated_tokens"] == 80
+    assert all(same_bits(completion, alone) for completion in together.values())
 
 
 def test_sampling_mask_holds_the_drawn_token(make_engine, run_engine, make_request):
@@ -223,6 +278,23 @@ def test_blocks_that_attended_to_older_rows_are_not_matched(
     assert same_bits(run_engine(engine, follow)["follow"], run_engine(fresh, follow)["follow"])
 
 
+def test_rows_that_were_not_computed_again_are_not_said_to_be(make_engine, make_request, other_weights):
+    """A resumed request that ends in the middle of its prefill tells what wrote its rows when all were there."""
+    engine = make_engine(prefill_tokens=8)
+    request = make_request("a", prompt=30, max_tokens=40)
+    engine.submit(request)
+    for _ in range(10):
+        engine.step()
+    ((_, part),) = engine.abort(["a"])
+    engine.apply(1, to_blobs(other_weights))
+    engine.submit(make_request("a", prompt=30, max_tokens=40, prefix=part))
+    engine.step()
+    ((_, same),) = engine.abort(["a"])
+    np.testing.assert_array_equal(same.token_ids, part.token_ids)
+    np.testing.assert_array_equal(same.kv_versions, part.kv_versions)
+    assert part.kv_versions.tolist() == [[0, 30 + part.num_tokens - 1]]
+
+
 def test_recompute_option_rewrites_running_rows(make_engine, run_engine, make_request, other_weights):
     engine = make_engine(recompute_kv=True)
     engine.submit(make_request("a", prompt=12, max_tokens=10))
@@ -268,6 +340,20 @@ def test_progress_reports_each_so_many_tokens(make_engine, make_request):
         engine.step()
         seen += [snapshot.num_tokens for _, snapshot in engine.progress(8)]
     assert seen == [8, 16, 24]
+
+
+def test_what_a_request_came_with_is_not_reported_as_new(make_engine, make_request):
+    engine = make_engine()
+    engine.submit(make_request("a", max_tokens=30))
+    for _ in range(10):
+        engine.step()
+    ((_, part),) = engine.abort(["a"])
+    engine.submit(make_request("a", max_tokens=30, prefix=part))
+    seen = []
+    while engine.has_work:
+        engine.step()
+        seen += [snapshot.num_tokens for _, snapshot in engine.progress(8)]
+    assert part.num_tokens == 10 and seen == [18, 26]
 
 
 def test_requests_that_began_together_report_in_turns(make_engine, make_request):
