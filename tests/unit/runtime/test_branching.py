@@ -17,7 +17,7 @@ from headrace.data.steps import StepRule
 from headrace.engines.scripted import ScriptedEngine, hashed_script
 from headrace.plan import virtual_clock
 from headrace.runtime.batches import make_batch
-from headrace.runtime.buffer import ReadyGroup
+from headrace.runtime.buffer import ReadyGroup, RolloutBuffer
 from headrace.runtime.groups import ready_group
 from headrace.runtime.pivots import PivotMemory, find_pivots, start_versions
 from headrace.runtime.plan import ProcessPlan
@@ -377,6 +377,21 @@ def test_whitening_keeps_branches_apart():
     assert [s.group for s in both.samples] == [0, 0, 1, 1]
     for a, b in zip(alone.samples, both.samples, strict=False):
         np.testing.assert_array_equal(a.advantages, b.advantages)
+
+
+def test_branches_that_begin_beside_a_step_are_for_the_next_one():
+    """A batch that is taken takes no more of them, so what they may not be older than is the version after it."""
+
+    async def main():
+        buffer = RolloutBuffer(make_plan(groups_per_step=1), lambda: {})
+        taking = asyncio.ensure_future(buffer.take(3, on_stale=lambda group: None, progress=lambda: 0))
+        await asyncio.sleep(0)
+        assert buffer.next_version == 3
+        buffer.put(ReadyGroup(group=0, samples=(), oldest_version=3, mean_return=0.0))
+        await taking
+        assert buffer.next_version == 4
+
+    virtual_clock.run(main())
 
 
 def test_a_bound_group_stays_with_its_engine():

@@ -11,6 +11,7 @@ from headrace.engines.scripted import ScriptedEngine
 from headrace.errors import CheckpointError, DeadlineError, PromptTooLongError, RewardError, TaskError
 from headrace.plan import virtual_clock
 from headrace.runtime.drops import BARREN_STEPS
+from headrace.runtime.journal import read
 from headrace.trainers.scripted import ScriptedTrainer
 
 
@@ -55,6 +56,34 @@ def test_attempts_leave_nothing_to_the_garbage_collector(tmp_path):
 
     num_cyclic, num_attempts = virtual_clock.run(main())
     assert num_cyclic < num_attempts == 24 * 6
+
+
+def test_a_batch_is_in_the_journal_before_the_trainer_has_it(tmp_path):
+    """A controller that is killed while the trainer works must know what it is working on."""
+
+    class Looking(ScriptedTrainer):
+        async def step(self, batch):
+            records = read(tmp_path / "journal", 0)
+            taken.append([r["groups"] for r in records if r["kind"] == "take" and r["step"] == batch.step])
+            return await super().step(batch)
+
+    taken = []
+    state, _, _ = run(tmp_path, make_plan(checkpoint_every=0), trainer=Looking)
+    assert len(taken) == state.step == 6
+    assert all(len(groups) == 1 and len(groups[0]) == 2 for groups in taken)
+
+
+def test_groups_that_have_ended_are_forgotten_by_everybody(tmp_path):
+    """Who serves a run of many steps must not remember each of its groups."""
+
+    async def main():
+        pipeline = make_pipeline(tmp_path, make_plan(drop_zero_variance=True))
+        await pipeline.run()
+        return pipeline._runner, pipeline._runner._router
+
+    runner, router = virtual_clock.run(main())
+    assert not (router._home or router._leases or router._bound)
+    assert not (runner._tasks or runner._stops or runner._settling or runner._released or runner._ending)
 
 
 def test_lag_1_hides_the_shorter_of_generation_and_training(tmp_path):

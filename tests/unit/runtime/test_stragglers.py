@@ -262,6 +262,14 @@ def test_a_late_attempt_that_fails_is_dropped_alone(tmp_path):
     assert "broke at the end" in sink.of("drop")[0]["detail"]
 
 
+def test_a_step_goes_ahead_when_the_attempt_it_waited_for_has_failed(tmp_path):
+    """Nothing replaces a late attempt, so nothing else would tell the trainer."""
+    ask = {"script": one_slow, "max_lag": 1, "quorum": 0.75, "steps": 4, "error_budget": 1.0, "stall_s": 1e6}
+    state, _, _, seconds = run(tmp_path, environment=LastOneFails(MAX_TOKENS), **ask)
+    assert state.step == 4 and state.ledger.attempts()["dropped:failed"] > 0
+    assert seconds < 1e3
+
+
 class QuorumFails(ParityScorer):
     async def score(self, task, episodes):
         if int(task.id) < 3:
