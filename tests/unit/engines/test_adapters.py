@@ -166,6 +166,42 @@ def test_an_update_of_one_leaves_the_other_as_it_was(
     assert engine.version_of("b") == 0 and engine.version_of("a") > 0
 
 
+def test_rows_too_long_for_a_dense_copy_keep_their_adapters(
+    make_engine, make_policy_request, run_engine, same_bits, weights, monkeypatch
+):
+    crowd = [
+        make_policy_request(f"r{i}", "ab"[i % 2], prompt=n, max_tokens=15 + 3 * i)
+        for i, n in enumerate(LENGTHS)
+    ]
+    done = []
+    for resident_bytes in (None, 0):
+        if resident_bytes is not None:
+            monkeypatch.setattr("headrace.engines.plain_executor.RESIDENT_BYTES", resident_bytes)
+        engine = make_engine(lora=SPEC, num_adapters=2)
+        for seed, name in enumerate("ab"):
+            engine.apply_adapter(name, 1, blobs_of(weights(seed=seed)))
+        done.append(run_engine(engine, *crowd))
+    assert all(same_bits(done[0][r.id], done[1][r.id]) for r in crowd)
+
+
+def test_keys_are_computed_anew_for_the_policy_whose_adapter_changed(
+    make_engine, make_policy_request, run_engine, weights
+):
+    engine = make_engine(lora=SPEC, num_adapters=2, recompute_kv=True)
+    for seed, name in enumerate("ab"):
+        engine.apply_adapter(name, 1, blobs_of(weights(seed=seed)))
+        engine.submit(make_policy_request(name, name, max_tokens=10))
+    for _ in range(4):
+        engine.step()
+    engine.apply_adapter("a", 2, blobs_of(weights(seed=2)))
+    done = run_engine(engine)
+    assert engine.counters()["preemptions"] == 1
+    assert {name: completion.kv_versions.tolist() for name, completion in done.items()} == {
+        "a": [[2, 21]],
+        "b": [[1, 21]],
+    }
+
+
 def test_a_policy_refuses_what_is_older_than_its_own_adapter(make_engine, weights):
     """Whatever versions the others have."""
     ledger = TimeLedger(ENGINE_ACTIVITIES)

@@ -215,6 +215,27 @@ class _Held:
         self.id, self.hold_s = name, hold_s
 
 
+def test_a_request_that_ends_again_is_held_once():
+    """As after a resumption, under the same id. Pins that nobody takes back would keep the block from everybody."""
+    pool, nothing = BlockPool(2), np.zeros(0, np.int32)
+    holds, block = Holds(pool, lambda: 0.0), pool.allocate(0)
+    pool.publish(block, b"a", 0)
+    pool.release([block])
+    for _ in range(2):
+        holds.add(_Held("r", hold_s=1.0), nothing, [b"a"], 0)
+    holds.release(["r"])
+    assert len(holds) == 0 and pool.allocate(0) == block
+
+
+def test_an_update_of_one_adapter_leaves_the_holds_of_others():
+    pool, nothing = BlockPool(3), np.zeros(0, np.int32)
+    holds = Holds(pool, lambda: 0.0)
+    for adapter, name in enumerate(("base", "other")):
+        holds.add(_Held(name, hold_s=1.0), nothing, [], adapter)
+    holds.forget(1)
+    assert "base" in holds and "other" not in holds
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_blocks_are_conserved_through_holds_forks_aborts_and_preemption(

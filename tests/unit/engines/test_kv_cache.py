@@ -54,6 +54,27 @@ def test_released_blocks_stay_findable_until_needed():
     assert pool.allocate(0) == a and not pool.share([b"a"])
 
 
+def test_a_chain_is_evicted_from_its_end():
+    """Without its first block the rest of it could not be found."""
+    pool = BlockPool(3)
+    chain = [pool.allocate(0), pool.allocate(0)]
+    for block, digest in zip(chain, (b"a", b"b"), strict=True):
+        pool.publish(block, digest, 0)
+    pool.release(chain)
+    assert pool.allocate(0) == chain[1] and pool.share([b"a", b"b"]) == chain[:1]
+
+
+def test_blocks_that_nobody_uses_are_findable_but_not_held():
+    """To share them takes free ones, and who is admitted must not count on more than there are."""
+    pool = BlockPool(3)
+    block = pool.allocate(0)
+    pool.publish(block, b"a", 0)
+    assert pool.num_held([b"a", b"b"]) == 1
+    pool.release([block])
+    pool.tidy()
+    assert pool.is_findable(block) and pool.num_held([b"a", b"b"]) == 0
+
+
 def test_forgetting_one_adapter_leaves_the_blocks_of_another():
     pool = BlockPool(5)
     blocks = {name: pool.allocate(0, adapter) for name, adapter in ((b"a", 0), (b"b", 1), (b"c", 0))}

@@ -306,6 +306,17 @@ def test_recompute_option_rewrites_running_rows(make_engine, run_engine, make_re
     np.testing.assert_array_equal(got.kv_versions, [[3, 21]])
 
 
+def test_requests_that_compute_their_keys_anew_keep_their_order(make_engine, make_request, other_weights):
+    """When blocks run out the youngest is sent back, so the oldest must stay the oldest."""
+    engine = make_engine(recompute_kv=True)
+    for name in "abc":
+        engine.submit(make_request(name, max_tokens=10))
+    engine.step()
+    engine.apply(1, to_blobs(other_weights))
+    engine.step()
+    assert [sequence.request.id for sequence in engine._scheduler.running] == ["a", "b", "c"]
+
+
 def test_an_update_that_does_not_fit_changes_nothing(
     make_engine, run_engine, make_request, other_weights, same_bits
 ):
