@@ -326,6 +326,18 @@ def test_pivots_are_of_failed_attempts_and_carry_where_to_leave():
     assert start_versions([episode(0, 3), episode(1, 3, version=2)]) == [0, 2]
 
 
+def test_a_branch_is_as_overlong_as_what_it_goes_on_from_makes_it(tmp_path):
+    task, *_ = find_pivots([episode(0, 9)], [0.0], RULE, SuccessModel(), seed=0)
+    branch = replace(episode(0, 9 - len(task.pivot.prefix_ids)), task=task)
+
+    async def main():
+        plan = make_plan(pivots=RULE, max_tokens=10, overlong_buffer_tokens=4)
+        runner = make_pipeline(tmp_path, plan)._runner
+        return runner._overlong(branch), runner._overlong(episode(0, 9))
+
+    assert virtual_clock.run(main()) == (-0.75, -0.75)
+
+
 def test_rows_of_two_versions_are_never_taken_for_one():
     mixed = episode(0, 9)
     turn = mixed.trajectories[0].turns[0]

@@ -38,6 +38,26 @@ def test_a_record_cut_off_at_the_end_is_forgotten_and_overwritten(tmp_path, cut)
     assert groups(tmp_path) == [1, 3]
 
 
+def test_a_last_record_of_full_length_whose_bytes_are_wrong_is_forgotten_too(tmp_path):
+    """What a power failure leaves: the file has its length, its last page not its bytes."""
+    written(tmp_path, [1, 2])
+    path = segment_path(tmp_path, 0)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0xFF
+    path.write_bytes(data)
+    assert groups(tmp_path) == [1]
+    written(tmp_path, [3])
+    assert groups(tmp_path) == [1, 3]
+
+
+def test_what_a_checkpoint_holds_already_is_skipped_in_its_own_segment_only(tmp_path):
+    written(tmp_path, [1])
+    num_bytes = segment_path(tmp_path, 0).stat().st_size
+    written(tmp_path, [2])
+    written(tmp_path, [3, 4], step=10)
+    assert [record["group"] for record in read(tmp_path, 0, skip_bytes=num_bytes)] == [2, 3, 4]
+
+
 def test_damage_in_the_middle_is_an_error_that_names_the_file(tmp_path):
     written(tmp_path, [1, 2])
     path = segment_path(tmp_path, 0)

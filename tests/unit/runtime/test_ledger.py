@@ -78,6 +78,16 @@ def test_a_move_out_of_order_is_refused():
         ledger.move(0, (0,), "scoring", "buffered")
 
 
+def test_an_attempt_that_has_ended_samples_no_more():
+    ledger = AttemptLedger()
+    ledger.admit(0, 1)
+    ledger.sampled(0, 0, 5)
+    ledger.move(0, (0,), "generating", "scoring")
+    with pytest.raises(InvariantError, match="sampled tokens while scoring"):
+        ledger.sampled(0, 0, 1)
+    assert ledger.num_sampled_tokens == 5
+
+
 def test_nothing_ends_twice():
     ledger = AttemptLedger()
     ledger.admit(0, 1)

@@ -298,6 +298,17 @@ def test_a_run_with_late_attempts_is_stopped_resumed_and_its_records_are_whole(t
     check(tmp_path, state)
 
 
+def test_late_attempts_that_fail_after_a_resumption_are_dropped_alone(tmp_path):
+    """What their quorum had released before waits for its step all the same."""
+    ask = {"script": one_slow, "max_lag": 2, "quorum": 0.75, "steps": 4, "error_budget": 1.0}
+    stopped, *_ = run(tmp_path, stop_after_s=1.0, **ask)
+    assert any(live.scored is not None and live.unscored is not None for live in stopped.groups.values())
+    state, trainer, sink, _ = run(tmp_path, environment=LastOneFails(MAX_TOKENS), **ask)
+    assert {drop["reason"] for drop in sink.of("drop")} <= {"failed", "cancelled"}
+    assert state.ledger.attempts()["trained"] == len(trainer.counts) == 4 * 4 * 3
+    assert set(trainer.counts.values()) == {1}
+
+
 def check(run_dir, state):
     recording = read_recording(run_dir)
     assert len(recording.groups) == state.next_group
