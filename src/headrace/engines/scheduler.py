@@ -128,6 +128,8 @@ class Scheduler:
             sequence.blocks = []
         self._slots = self._slots[self.table.tenant[self._slots] > 0]
         self.running = [sequence for sequence in self.running if sequence.slot >= 0]
+        # One that is sent back may begin again in the same pass, and must not stand there twice.
+        self._filling = [sequence for sequence in self._filling if sequence.slot >= 0]
 
     def hold(self, sequence: Sequence, version: int) -> None:
         """Hold what a running sequence that is about to finish has computed, if ``version`` wrote all of it."""
@@ -153,7 +155,7 @@ class Scheduler:
         self._filling = [
             sequence
             for sequence in self._filling
-            if sequence.slot >= 0 and table.length[sequence.slot] - table.computed[sequence.slot] > 1
+            if table.length[sequence.slot] - table.computed[sequence.slot] > 1
         ]
         # At its limit is a sequence whose last token is being computed.
         goes_on = table.length[slots] < table.limit[slots]

@@ -151,18 +151,19 @@ def _body(data: bytes, at: int) -> bytes | None:
 
 
 def _scan(path: Path, *, last: bool, start: int = 0) -> Iterator[tuple[bytes, int]]:
-    """(body, bytes on disk) of each whole frame; only the last segment may end in a torn one."""
+    """(body, bytes on disk) of each whole frame; only the last segment may end in a torn one, or in zeros: a power
+    failure leaves them where a file had grown and its bytes were not written."""
     data, at = path.read_bytes(), start
     while at < len(data):
         body_at = at + _FRAME.size
         if body_at <= len(data):
             length, checksum = _FRAME.unpack_from(data, at)
             body = data[body_at : body_at + length]
-            if len(body) == length and zlib.crc32(body) == checksum:
+            if 0 < length == len(body) and zlib.crc32(body) == checksum:
                 yield body, _FRAME.size + length
                 at = body_at + length
                 continue
-            torn = body_at + length >= len(data)
+            torn = body_at + length >= len(data) or not any(data[at:])
         else:
             torn = True
         if last and torn:

@@ -200,6 +200,26 @@ def test_who_is_sent_back_and_begins_again_in_the_same_pass_is_computed_once(
     assert all(same_bits(completion, alone) for completion in together.values())
 
 
+@pytest.mark.parametrize(
+    ("blocks", "prefill_tokens", "prompt", "known", "delay", "max_tokens"),
+    [(5, 6, 7, 56, 42, 20), (9, 6, 68, 126, 22, 1)],
+    ids=["goes on", "ends at once"],
+)
+def test_a_prompt_that_is_sent_back_and_begins_again_in_the_same_pass_is_computed_once(
+    make_engine, run_engine, make_request, blocks, prefill_tokens, prompt, known, delay, max_tokens
+):
+    """In the middle of its prefill: what it lacks has been filled by one that samples what it is given."""
+    first = make_request("first", prompt=prompt, max_tokens=100, top_k=9)
+    sampled = run_engine(make_engine(), first)["first"].token_ids
+    tokens = np.concatenate((first.prompt_ids, sampled))[:known]
+    engine, done = make_engine(kv_tokens=16 * blocks, prefill_tokens=prefill_tokens), {}
+    engine.submit(first)
+    for _ in range(delay):
+        done.update(engine.step())
+    done |= run_engine(engine, make_request("next", prompt=tokens, max_tokens=max_tokens, top_k=9))
+    assert len(done["next"].sampling_mask.offsets) == max_tokens + 1 == done["next"].num_tokens + 1
+
+
 def test_sampling_mask_holds_the_drawn_token(make_engine, run_engine, make_request):
     requests = [make_request("cut", top_p=0.8), make_request("free")]
     done = run_engine(make_engine(), *requests)

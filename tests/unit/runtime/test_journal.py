@@ -58,6 +58,16 @@ def test_what_a_checkpoint_holds_already_is_skipped_in_its_own_segment_only(tmp_
     assert [record["group"] for record in read(tmp_path, 0, skip_bytes=num_bytes)] == [2, 3, 4]
 
 
+def test_zeros_at_the_end_are_forgotten(tmp_path):
+    """What a power failure leaves where the file had grown and its bytes were not written."""
+    written(tmp_path, [1])
+    path = segment_path(tmp_path, 0)
+    path.write_bytes(path.read_bytes() + bytes(24))
+    assert groups(tmp_path) == [1]
+    written(tmp_path, [2])
+    assert groups(tmp_path) == [1, 2]
+
+
 def test_damage_in_the_middle_is_an_error_that_names_the_file(tmp_path):
     written(tmp_path, [1, 2])
     path = segment_path(tmp_path, 0)
