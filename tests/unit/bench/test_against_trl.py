@@ -90,7 +90,7 @@ def test_the_reward_is_the_share_of_letters_in_place(completion: str, reward: fl
 
 
 def test_a_missing_package_names_the_extra() -> None:
-    with pytest.raises(ConfigError, match=r"no_such_peer.*pip install 'headrace\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"no_such_peer.*Headrace's extra bench"):
         bench.require(("rich", "no_such_peer"))
     bench.require(("rich",))
 

@@ -139,7 +139,7 @@ def test_missing_jsonl_file(tmp_path: Path) -> None:
 def test_missing_package_names_the_extra(load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(TaskError, match=r"pip install 'headrace\[tasks\]'"):
+    with pytest.raises(TaskError, match=r"Headrace's extra tasks.*pip install -e '\.\[tasks\]'"):
         load()
 
 

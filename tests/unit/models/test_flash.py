@@ -73,7 +73,7 @@ def test_the_kernels_are_named_with_their_version(installed: Path, monkeypatch: 
     [
         ("import no_such_library", "no_such_library.*or uninstall"),
         ("raise RuntimeError('no driver')", "no driver.*or uninstall"),
-        ("", "install the one headrace.flash. asks for"),
+        ("", "install the one that Headrace.s extra flash asks for"),
     ],
 )
 def test_an_installation_that_cannot_be_used_is_said_and_not_passed_over(
