@@ -72,7 +72,9 @@ class RunDirectory:
                     f"resume: {'; '.join(told)}: set {'it' if len(told) == 1 else 'them'} back, or start a new run "
                     f"from the last checkpoint of {path}"
                 )
-            return cls(path, lock), settings
+            # A run stays where it is, whatever it would be called if it were begun now.
+            place = {"name": before.run.name, "dir": before.run.dir}
+            return cls(path, lock), settings.model_copy(update={"run": settings.run.model_copy(update=place)})
 
     def keep(self, settings: Settings) -> None:
         """The run goes on under these, and so does the next resume."""

@@ -345,6 +345,14 @@ def test_a_resume_under_changed_settings_names_them(refused, command):
     finishes(command, "--set", "run.steps=4")
 
 
+def test_a_resumed_run_keeps_its_name_and_place(command):
+    assert command("train", "run.toml", "--set", "run.steps=2")[0] == 0
+    finishes(command, "--set", "run.steps=4", "--set", "run.name=other", "--set", "run.dir=elsewhere")
+    kept = load(Path("runs/run/settings.toml")).run
+    assert (kept.name, kept.dir, kept.steps) == ("run", "runs", 4)
+    assert not Path("elsewhere").exists() and not Path("runs/other").exists()
+
+
 def everything(run_dir: Path) -> dict[Path, bytes]:
     """Every file of a run but the lock, which holds its last user."""
     files = (path for path in run_dir.rglob("*") if path.is_file() and path.name != "lock")
