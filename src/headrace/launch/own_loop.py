@@ -47,15 +47,18 @@ class _Beside(Generic[T]):
                 with suppress(RuntimeError):
                     loop.call_soon_threadsafe(task.cancel)
             if self._thread.is_alive():
+                # What closes workers has deadlines; a second interrupt ends this wait too.
                 self._thread.join()
             raise
 
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=self._loop_factory) as runner:
-                self._outcome.set_result(runner.run(self._noted()))
+                made = runner.run(self._noted())
         except BaseException as error:
             self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(made)
 
     async def _noted(self) -> T:
         task = asyncio.current_task()

@@ -34,6 +34,22 @@ def test_a_loop_that_runs_already_is_left_alone():
     assert asyncio.run(cell()) == ("MarkedLoop", False)
 
 
+def test_the_loop_is_closed_when_the_work_is_said_to_be_done():
+    closed = []
+
+    class Slow(asyncio.SelectorEventLoop):
+        def close(self) -> None:
+            threading.Event().wait(0.05)
+            super().close()
+            closed.append(self)
+
+    async def cell() -> int:
+        own_loop.run(kind_of_loop, Slow)
+        return len(closed)
+
+    assert asyncio.run(cell()) == 1
+
+
 def test_an_error_is_raised_where_it_was_asked_for():
     async def fails() -> None:
         raise ValueError("of the work")
