@@ -341,3 +341,20 @@ def test_gate_gradients_at_the_size_of_a_row(num_rows, width):
     assert (grads.float() - right.grad).norm() / right.grad.norm() < 3e-3
     assert (inner.float() - value).norm() / value.norm() < 3e-3
     assert torch.equal(gate(products, torch.bfloat16), inner)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(1536, 1536), (8960, 1536), (18944, 3584), (520, 1000)])
+@pytest.mark.parametrize("num_rows", [1, 24, 200, 512])
+def test_products_added_in_a_graph_where_the_sum_lies(inputs, outputs, num_rows):
+    from headrace.models import merged_layer  # noqa: F401
+
+    total = torch.zeros((1, num_rows, outputs), device=CUDA)
+    x = torch.zeros((num_rows, inputs), device=CUDA, dtype=torch.bfloat16)
+    weight = torch.zeros((outputs, inputs), device=CUDA, dtype=torch.bfloat16)
+    graph = captured(lambda: torch.ops.headrace.add_product(total, x, weight))
+    for _ in range(2):
+        total.normal_(), x.normal_(), weight.normal_(std=inputs**-0.5)
+        expected = total.double() + x.double() @ weight.double().T
+        graph.replay()
+        # Not rounded to bfloat16 on its way, which would make it 1e-3.
+        assert (total.double() - expected).norm() / expected.norm() < 1e-5

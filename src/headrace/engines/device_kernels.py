@@ -17,6 +17,7 @@ import torch
 
 from headrace.engines.noise import exponential, row_keys
 from headrace.engines.plain_truncation import draw_truncated
+from headrace.kernels.rotation import Rotation, rotated
 from headrace.kernels.shared_prefixes import SharedPrefixes
 from headrace.kernels.truncation import TruncatedDraws, TruncatedRows
 from headrace.models.device_attention import LayerOptions
@@ -57,15 +58,15 @@ class Kernels(Protocol):
     """Key-value bytes a layer must be spared for shared prefixes to be worth their own launch."""
 
     def decode(
-        self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, pool_BSW: torch.Tensor,
-        rows: DecodeRows, options: LayerOptions,
+        self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, rotation: Rotation | None,
+        pool_BSW: torch.Tensor, rows: DecodeRows, options: LayerOptions,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention [B, H, E]; keys and values are in the pool afterwards, as with ``prefill``."""
+        """Attention [B, H, E] after ``rotation``; keys and values are in the pool afterwards, as with ``prefill``."""
         ...
 
     def prefill(
-        self, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, pool_BSW: torch.Tensor,
-        rows: PieceRows, options: LayerOptions,
+        self, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, rotation: Rotation | None,
+        pool_BSW: torch.Tensor, rows: PieceRows, options: LayerOptions,
     ) -> torch.Tensor: ...  # fmt: skip
 
     def sample(
@@ -103,29 +104,29 @@ class TritonKernels:
         self._drawing = sampling.sample_workspace(max_rows, device)
 
     def decode(
-        self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, pool_BSW: torch.Tensor,
-        rows: DecodeRows, options: LayerOptions,
+        self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, rotation: Rotation | None,
+        pool_BSW: torch.Tensor, rows: DecodeRows, options: LayerOptions,
     ) -> torch.Tensor:  # fmt: skip
         out_BHE = query_BHD.new_empty((*query_BHD.shape[:2], value_BKE.shape[2]))
         self._decode_attention(
             query_BHD, key_BKD, value_BKE, pool_BSW, rows.tables, rows.slots, rows.lengths,
             scale=options.scale, window=options.window, softcap=options.softcap, shared=rows.shared,
-            out_BHE=out_BHE, workspace=self._decoding,
+            rotation=rotation, out_BHE=out_BHE, workspace=self._decoding,
         )  # fmt: skip
         return out_BHE
 
     def prefill(
-        self, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, pool_BSW: torch.Tensor,
-        rows: PieceRows, options: LayerOptions,
+        self, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, rotation: Rotation | None,
+        pool_BSW: torch.Tensor, rows: PieceRows, options: LayerOptions,
     ) -> torch.Tensor:  # fmt: skip
         value_dim = value_TKE.shape[2]
         new = query_THD.new_empty if rows.covers_pass else query_THD.new_zeros
         out_THE = new((*query_THD.shape[:2], value_dim))
-        self._attention.write_rows(pool_BSW, rows.places, key_TKD, value_TKE)
+        self._attention.write_rows(pool_BSW, rows.places, key_TKD, value_TKE, rotation)
         self._attention.prefill_attention(
             query_THD, pool_BSW, rows.tables, slots=rows.slots, starts=rows.starts, counts=rows.counts,
             offsets=rows.offsets, value_dim=value_dim, scale=options.scale, window=options.window,
-            softcap=options.softcap, out_THE=out_THE,
+            softcap=options.softcap, rotation=rotation, out_THE=out_THE,
         )  # fmt: skip
         return out_THE
 
@@ -153,9 +154,11 @@ class TorchKernels:
     sharing_pays_bytes = 1
 
     def decode(
-        self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, pool_BSW: torch.Tensor,
-        rows: DecodeRows, options: LayerOptions,
+        self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, rotation: Rotation | None,
+        pool_BSW: torch.Tensor, rows: DecodeRows, options: LayerOptions,
     ) -> torch.Tensor:  # fmt: skip
+        if rotation is not None:
+            query_BHD, key_BKD = rotated(query_BHD, rotation), rotated(key_BKD, rotation)
         size, value_dim = pool_BSW.shape[1], value_BKE.shape[2]
         at_B = (rows.lengths - 1).clamp(min=0).long()
         blocks_B = rows.tables[rows.slots, at_B // size].long()
@@ -174,9 +177,11 @@ class TorchKernels:
         return torch.cat(out)
 
     def prefill(
-        self, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, pool_BSW: torch.Tensor,
-        rows: PieceRows, options: LayerOptions,
+        self, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, rotation: Rotation | None,
+        pool_BSW: torch.Tensor, rows: PieceRows, options: LayerOptions,
     ) -> torch.Tensor:  # fmt: skip
+        if rotation is not None:
+            query_THD, key_TKD = rotated(query_THD, rotation), rotated(key_TKD, rotation)
         value_dim = value_TKE.shape[2]
         out_THE = query_THD.new_zeros((*query_THD.shape[:2], value_dim))
         _write(pool_BSW, rows.places, key_TKD, value_TKE)

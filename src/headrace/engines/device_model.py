@@ -15,12 +15,14 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.errors import ModelError
+from headrace.kernels.rotation import Rotation, rotated
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.device_attention import DEVICE, Attending, LayerOptions, attending, register
 from headrace.models.head import float_logits
 from headrace.models.joined_linear import join_linears
 from headrace.models.lora import LoraSpec
 from headrace.models.low_rank import serving
+from headrace.models.merged_layer import merge_layers
 from headrace.models.route_recording import recorder
 
 _PROBE_ROWS = 8
@@ -64,7 +66,8 @@ class DeviceModel:
         # Four dimensions make transformers pass a mask along as it is instead of building one.
         self._no_mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=model.device)
         self._bare_head = False
-        self.layers, self._bare_head = self._probe()
+        self.layers, options, self._bare_head = self._probe()
+        merge_layers(model, options)
         if compiled:
             _compile(model)
 
@@ -105,18 +108,19 @@ class DeviceModel:
             logits_RV = self._model(**inputs, logits_to_keep=keep).logits[0].float()
             return logits_RV if out_RV is None else out_RV.copy_(logits_RV)
 
-    def _probe(self) -> tuple[list[LayerShape], bool]:
-        """What each layer asks of its attention, and whether logits are the output layer's alone."""
+    def _probe(self) -> tuple[list[LayerShape], list[LayerOptions], bool]:
+        """What each layer's attention is given and asked, and whether logits are the output layer's alone."""
         ids_T = torch.arange(_PROBE_ROWS, device=self._model.device)
         probe = _Probe(self._model.config.get_text_config().num_hidden_layers)
         whole = self.logits(ids_T, ids_T, probe)
-        layers = probe.layers
+        layers, options = probe.layers, probe.options
         self._bare_head = getattr(self._head, "bias", None) is None
-        probe.layers = []
+        probe.layers, probe.options = [], []
         bare = self.logits(ids_T, ids_T, probe)
         tolerance = 1e-4 if self._model.dtype == torch.float32 else 0.05
         spread = float(whole.abs().max())
-        return layers, self._bare_head and float((whole - bare).abs().max()) <= tolerance * max(1.0, spread)
+        alike = float((whole - bare).abs().max()) <= tolerance * max(1.0, spread)
+        return layers, options, self._bare_head and alike
 
 
 class _Probe:
@@ -125,6 +129,7 @@ class _Probe:
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self.layers: list[LayerShape] = []
+        self.options: list[LayerOptions] = []
 
     def attend(
         self,
@@ -132,10 +137,14 @@ class _Probe:
         query_THD: torch.Tensor,
         key_TKD: torch.Tensor,
         value_TKE: torch.Tensor,
+        rotation: Rotation | None,
         options: LayerOptions,
     ) -> torch.Tensor:
+        if rotation is not None:
+            query_THD, key_TKD = rotated(query_THD, rotation), rotated(key_TKD, rotation)
         shape = LayerShape(query_THD.shape[1], key_TKD.shape[1], key_TKD.shape[2], value_TKE.shape[2])
         self.layers.append(shape)
+        self.options.append(options)
         out = torch.nn.functional.scaled_dot_product_attention(
             query_THD.transpose(0, 1),
             key_TKD.transpose(0, 1),

@@ -16,6 +16,7 @@ import torch
 
 from headrace.engines.device_kernels import DecodeRows, Kernels, PieceRows
 from headrace.engines.device_model import LayerShape
+from headrace.kernels.rotation import Rotation
 from headrace.models.device_attention import LayerOptions
 
 
@@ -72,9 +73,10 @@ class PoolAttending:
         query_THD: torch.Tensor,
         key_TKD: torch.Tensor,
         value_TKE: torch.Tensor,
+        rotation: Rotation | None,
         options: LayerOptions,
     ) -> torch.Tensor:
-        given = query_THD, key_TKD, value_TKE, self.state.pools[layer]
+        given = query_THD, key_TKD, value_TKE, rotation, self.state.pools[layer]
         if isinstance(self.rows, DecodeRows):
             return self.kernels.decode(*given, self.rows, options)
         return self.kernels.prefill(*given, self.rows, options)

@@ -1,6 +1,7 @@
 """The decode kernel: one query row a sequence against all its key-value rows, split over the chip.
 
 Program (head k, span s, row b) attends the G query heads of key-value head k to one span of the rows that b sees.
+With ROTATE queries and the row's own key are turned as they are read; what is in the pool has been.
 The row's own key and value, which are not in the pool yet, are the business of its last span: that puts them there and
 counts them in without reading them back. How many spans are really used depends on the row's length: a short row is
 one span, written straight to the output. Otherwise each span leaves a partial result, and the program that is last
@@ -18,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.kernels.pool import attend_rows, scaled
+from headrace.kernels.pool import attend_rows, load_rotated, scaled
 from headrace.kernels.states import (
     all_spans,
     is_last,
@@ -34,14 +35,14 @@ from headrace.kernels.states import (
 # A number that is one, or a multiple of sixteen, would otherwise be a kernel of its own.
 @triton.jit(do_not_specialize=["num_parts"])
 def decode_kernel(
-    query, key, value, pool, tables, slots, lengths, out,
+    query, key, value, cos, sin, pool, tables, slots, lengths, out,
     partial_sums, partial_stats, arrived, begins, prefix_sums, prefix_stats, num_parts, scale,
     query_stride_b, query_stride_h, key_stride_b, key_stride_k, value_stride_b, value_stride_k,
-    out_stride_b, out_stride_h, table_stride,
+    angle_stride, out_stride_b, out_stride_h, table_stride,
     K: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, S: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, SHARED: tl.constexpr,
-    MIN_SPAN: tl.constexpr, TILE: tl.constexpr,
+    ROTATE: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head, span, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_spans = tl.num_programs(1)
@@ -54,14 +55,19 @@ def decode_kernel(
 
     heads_P, dims_D, dims_E = tl.arange(0, P), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
     real_P = heads_P < G
-    query_at = query + row * query_stride_b + (head * G + heads_P)[:, None] * query_stride_h + dims_D[None, :]
-    query_PD = tl.load(query_at, mask=real_P[:, None] & (dims_D < D)[None, :], other=0.0)
+    real_D = dims_D < D
+    cos += row * angle_stride
+    sin += row * angle_stride
+    query_PD = load_rotated(
+        query + row * query_stride_b + (head * G + heads_P)[:, None] * query_stride_h, dims_D[None, :],
+        real_P[:, None] & real_D[None, :], cos, sin, real_D[None, :], D, ROTATE,
+    )  # fmt: skip
     begin = first + span * span_rows
     end = tl.minimum(begin + span_rows, past)
     has_own = (span == num_used - 1) & (length > 0)
     key_at = key + row * key_stride_b + head * key_stride_k
     value_at = value + row * value_stride_b + head * value_stride_k
-    key_D = tl.load(key_at + dims_D, mask=has_own & (dims_D < D), other=0.0)
+    key_D = load_rotated(key_at, dims_D, has_own & real_D, cos, sin, has_own & real_D, D, ROTATE)
     # Asked for here and used behind the loop, which hides the wait.
     value_E = tl.load(value_at + dims_E, mask=has_own & (dims_E < E), other=0.0)
     own_block = tl.load(table + past // S, mask=has_own, other=0).to(tl.int64)
@@ -73,7 +79,7 @@ def decode_kernel(
         K, D, D_PAD, E, E_PAD, S, SOFTCAP, EXACT, TILE,
     )  # fmt: skip
     place = pool + (own_block * S + past % S) * (K * (D + E))
-    tl.store(place + head * D + dims_D, key_D, mask=has_own & (dims_D < D))
+    tl.store(place + head * D + dims_D, key_D, mask=has_own & real_D)
     tl.store(place + K * D + head * E + dims_E, value_E, mask=has_own & (dims_E < E))
     top_P, total_P, sum_PE = with_own_row(
         query_PD, key_D, value_E, has_own, scale, top_P, total_P, sum_PE, SOFTCAP

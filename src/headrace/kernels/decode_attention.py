@@ -23,9 +23,10 @@ import torch
 import triton
 
 from headrace.kernels.decode import decode_kernel
-from headrace.kernels.paged_attention import prefill_shape
+from headrace.kernels.paged_attention import angles, prefill_shape
 from headrace.kernels.pool import padded_dim
 from headrace.kernels.prefix import prefix_kernel
+from headrace.kernels.rotation import Rotation
 from headrace.kernels.shared_prefixes import MAX_MEMBERS, SharedPrefixes
 from headrace.kernels.states import PART_STEP
 
@@ -112,13 +113,14 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     shared: SharedPrefixes | None = None,
+    rotation: Rotation | None = None,
     out_BHE: torch.Tensor,
     workspace: DecodeWorkspace,
 ) -> None:
     """One query row a sequence. ``tables`` (int32 [slots, blocks]) is read at ``slots_B``;
     ``lengths_B`` (int32) counts the key-value rows a query sees, of which the last are ``key_BKD`` and ``value_BKE``;
     it is 0 for a padding row, which gets zeros. Prefixes that are ``shared`` are read once a piece, unless a window
-    makes them short anyway."""
+    makes them short anyway. Queries and keys are given before ``rotation``."""
     num_rows, num_heads, key_dim = query_BHD.shape
     num_kv_heads, value_dim = value_BKE.shape[1:]
     num_spans = workspace.num_spans(num_rows * num_kv_heads)
@@ -135,15 +137,17 @@ def decode_attention(
         "S": pool_BSW.shape[1],
         "SOFTCAP": softcap or 0.0,
         "EXACT": pool_BSW.dtype == torch.float32,
+        "ROTATE": rotation is not None,
         "MIN_SPAN": _MIN_HALF if num_spans == 2 else _MIN_SPAN,
     }
+    cos, sin, angle_stride = turned = angles(rotation, query_BHD)
     attend_own = partial(
         decode_kernel[(num_kv_heads, num_spans, num_rows)],
-        query_BHD, key_BKD, value_BKE, pool_BSW, tables, slots_B, lengths_B, out_BHE,
+        query_BHD, key_BKD, value_BKE, cos, sin, pool_BSW, tables, slots_B, lengths_B, out_BHE,
         workspace.sums, workspace.stats, workspace.arrived, lengths_B if shared is None else shared.begins,
         workspace.prefix_sums, workspace.prefix_stats, workspace.num_prefix_parts(num_rows), scale,
-        *query_BHD.stride()[:2], *key_BKD.stride()[:2], *value_BKE.stride()[:2], *out_BHE.stride()[:2],
-        tables.stride(0),
+        *query_BHD.stride()[:2], *key_BKD.stride()[:2], *value_BKE.stride()[:2], angle_stride,
+        *out_BHE.stride()[:2], tables.stride(0),
         P=max(16, triton.next_power_of_2(group)), WINDOW=window or 0, SHARED=shared is not None, TILE=tile,
         num_warps=num_warps, num_stages=num_stages, **heads,
     )  # fmt: skip
@@ -151,7 +155,7 @@ def decode_attention(
         attend_own()
         return
     attend_prefixes = partial(
-        _attend_prefixes, query_BHD, pool_BSW, tables, slots_B, lengths_B, shared, scale, out_BHE, workspace,
+        _attend_prefixes, query_BHD, turned, pool_BSW, tables, slots_B, lengths_B, shared, scale, out_BHE, workspace,
         heads | {"SPAN_STEP": tile}, num_spans,
     )  # fmt: skip
     _side_by_side(attend_prefixes, attend_own, workspace.side)
@@ -159,6 +163,7 @@ def decode_attention(
 
 def _attend_prefixes(
     query_BHD: torch.Tensor,
+    turned: tuple[torch.Tensor, torch.Tensor, int],
     pool_BSW: torch.Tensor,
     tables: torch.Tensor,
     slots_B: torch.Tensor,
@@ -182,11 +187,12 @@ def _attend_prefixes(
         workspace.num_prefix_parts(num_rows),
         triton.cdiv(num_rows, MAX_MEMBERS),
     )
+    cos, sin, angle_stride = turned
     prefix_kernel[grid](
-        query_BHD, pool_BSW, tables, slots_B, lengths_B, out_BHE,
+        query_BHD, cos, sin, pool_BSW, tables, slots_B, lengths_B, out_BHE,
         shared.begins, shared.members, shared.starts, shared.num_pieces,
         workspace.prefix_sums, workspace.prefix_stats, workspace.arrived, workspace.sums, workspace.stats, num_spans,
-        scale, *query_BHD.stride()[:2], *out_BHE.stride()[:2], tables.stride(0),
+        scale, *query_BHD.stride()[:2], angle_stride, *out_BHE.stride()[:2], tables.stride(0),
         Q=heads_padded, M=lines, TILE=tile, num_warps=num_warps, num_stages=num_stages, **heads,
     )  # fmt: skip
 

@@ -18,14 +18,19 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.pool import padded_dim
+from headrace.kernels.pool import load_rotated, padded_dim
 from headrace.kernels.prefill import PIECES_AT_ONCE, prefill_kernel
+from headrace.kernels.rotation import Rotation
 
 
 def write_rows(
-    pool_BSW: torch.Tensor, places_T: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor
+    pool_BSW: torch.Tensor,
+    places_T: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKE: torch.Tensor,
+    rotation: Rotation | None = None,
 ) -> None:
-    """Put the keys and values of a pass where ``places_T`` (int64, block * S + row) says."""
+    """Put the keys and values of a pass where ``places_T`` (int64, block * S + row) says, keys after ``rotation``."""
     num_rows, num_heads, key_dim = key_TKD.shape
     value_dim = value_TKE.shape[2]
     if num_rows == 0:
@@ -35,6 +40,7 @@ def write_rows(
         places_T,
         key_TKD,
         value_TKE,
+        *angles(rotation, key_TKD),
         key_TKD.stride(0),
         key_TKD.stride(1),
         value_TKE.stride(0),
@@ -44,8 +50,17 @@ def write_rows(
         E=value_dim,
         KEYS=triton.next_power_of_2(num_heads * key_dim),
         VALUES=triton.next_power_of_2(num_heads * value_dim),
+        ROTATE=rotation is not None,
         num_warps=4,
     )
+
+
+def angles(rotation: Rotation | None, unread: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """As kernels take a rotation: cosines, sines and their stride; where there is none, something they do not read."""
+    if rotation is None:
+        return unread, unread, 0
+    assert rotation.cos.stride() == rotation.sin.stride() and rotation.cos.stride(1) == 1
+    return rotation.cos, rotation.sin, rotation.cos.stride(0)
 
 
 @triton.jit
@@ -54,6 +69,9 @@ def _write_kernel(
     places,
     key,
     value,
+    cos,
+    sin,
+    angle_stride,
     key_stride_t,
     key_stride_k,
     value_stride_t,
@@ -63,12 +81,17 @@ def _write_kernel(
     E: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    ROTATE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     target = pool + tl.load(places + row) * (K * (D + E))
     i = tl.arange(0, KEYS)
-    numbers = tl.load(key + row * key_stride_t + i // D * key_stride_k + i % D, mask=i < K * D)
-    tl.store(target + i, numbers, mask=i < K * D)
+    heads = key + row * key_stride_t + i // D * key_stride_k
+    there = i < K * D
+    numbers = load_rotated(
+        heads, i % D, there, cos + row * angle_stride, sin + row * angle_stride, there, D, ROTATE
+    )
+    tl.store(target + i, numbers, mask=there)
     i = tl.arange(0, VALUES)
     numbers = tl.load(value + row * value_stride_t + i // E * value_stride_k + i % E, mask=i < K * E)
     tl.store(target + K * D + i, numbers, mask=i < K * E)
@@ -87,6 +110,7 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    rotation: Rotation | None = None,
     out_THE: torch.Tensor,
 ) -> None:
     """Pieces of prompts: piece i is ``counts[i]`` (0 is allowed) query rows from row ``offsets[i]`` of the pass, at
@@ -101,8 +125,11 @@ def prefill_attention(
         return
     # A piece has one tile at most that is not full.
     most_tiles = triton.cdiv(num_rows * group, rows) + num_pieces
+    cos, sin, angle_stride = angles(rotation, query_THD)
     prefill_kernel[(most_tiles, num_kv_heads)](
         query_THD,
+        cos,
+        sin,
         pool_BSW,
         tables,
         slots,
@@ -114,6 +141,7 @@ def prefill_attention(
         scale,
         query_THD.stride(0),
         query_THD.stride(1),
+        angle_stride,
         out_THE.stride(0),
         out_THE.stride(1),
         tables.stride(0),
@@ -127,6 +155,7 @@ def prefill_attention(
         WINDOW=window or 0,
         SOFTCAP=softcap or 0.0,
         EXACT=pool_BSW.dtype == torch.float32,
+        ROTATE=rotation is not None,
         M=rows,
         N=tile,
         P=PIECES_AT_ONCE,

@@ -43,6 +43,21 @@ def load_heads(pointer, offsets_N, visible_N, DIM: tl.constexpr, PADDED: tl.cons
 
 
 @triton.jit
+def load_rotated(row, dims, there, cos, sin, angles_there, D: tl.constexpr, ROTATE: tl.constexpr):
+    """Heads that begin at ``row``, zero where they are not ``there``, with ROTATE turned by the angles whose cosines
+    and sines begin at ``cos`` and ``sin``: each number together with the one half a head away."""
+    x = tl.load(row + dims, mask=there, other=0.0)
+    if ROTATE:
+        in_first = dims < D // 2
+        y = tl.load(row + tl.where(in_first, dims + D // 2, dims - D // 2), mask=there, other=0.0)
+        y = tl.where(in_first, -y.to(tl.float32), y.to(tl.float32))
+        cosines = tl.load(cos + dims, mask=angles_there, other=0.0).to(tl.float32)
+        sines = tl.load(sin + dims, mask=angles_there, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) * cosines + y * sines).to(x.dtype)
+    return x
+
+
+@triton.jit
 def product(a, b, EXACT: tl.constexpr):
     """A matrix product that rounds float32 operands to nothing less when EXACT."""
     return tl.dot(a, b, input_precision="ieee") if EXACT else tl.dot(a, b)

@@ -4,7 +4,7 @@ A tile is M rows of (query, head of k) pairs of one piece, heads fastest, so tha
 key-value head share its loads and no row is padding when G is not a power of two. Tiles are numbered through all
 pieces; program (p, head k) takes the p-th and finds out from the pieces' counts which that is, so that the grid need
 only be large enough, whatever pieces there are. Key-value tiles that every query of the tile sees whole are computed
-without a mask.
+without a mask. With ROTATE queries are turned as they are read.
 
 Shape legend: P pieces looked at together, M query rows of a tile, N key-value rows of a tile, D key head dim, E value
 head dim.
@@ -17,42 +17,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.kernels.pool import accumulate, load_heads, row_offsets, score
+from headrace.kernels.pool import accumulate, load_heads, load_rotated, row_offsets, score
 
 PIECES_AT_ONCE = 128
 
 
 @triton.jit(do_not_specialize=["num_pieces"])
 def prefill_kernel(
-    query,
-    pool,
-    tables,
-    slots,
-    starts,
-    counts,
-    offsets,
-    out,
-    num_pieces,
-    scale,
-    query_stride_t,
-    query_stride_h,
-    out_stride_t,
-    out_stride_h,
-    table_stride,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    S: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    EXACT: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-):
+    query, cos, sin, pool, tables, slots, starts, counts, offsets, out, num_pieces, scale,
+    query_stride_t, query_stride_h, angle_stride, out_stride_t, out_stride_h, table_stride,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    S: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, ROTATE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1)
     piece, earlier = find_tile(counts, num_pieces, tl.program_id(0), G, M, P)
     if piece >= num_pieces:
@@ -68,8 +45,12 @@ def prefill_kernel(
     rows_M = (tl.load(offsets + piece) + pairs_M // G).to(tl.int64)
     heads_M = head * G + pairs_M % G
     dims_D = tl.arange(0, D_PAD)
-    query_at = query + (rows_M * query_stride_t + heads_M * query_stride_h)[:, None] + dims_D[None, :]
-    query_MD = tl.load(query_at, mask=real_M[:, None] & (dims_D < D)[None, :], other=0.0)
+    there_MD = real_M[:, None] & (dims_D < D)[None, :]
+    angles_M = rows_M * angle_stride
+    query_MD = load_rotated(
+        query + (rows_M * query_stride_t + heads_M * query_stride_h)[:, None], dims_D[None, :], there_MD,
+        cos + angles_M[:, None], sin + angles_M[:, None], there_MD, D, ROTATE,
+    )  # fmt: skip
     table = tables + tl.load(slots + piece).to(tl.int64) * table_stride
 
     first_position = start + tile * M // G

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.kernels.pool import attend_rows
+from headrace.kernels.pool import attend_rows, load_rotated
 from headrace.kernels.states import (
     all_spans,
     are_last,
@@ -30,13 +30,13 @@ from headrace.kernels.states import (
 # A number that is one, or a multiple of sixteen, would otherwise be a kernel of its own.
 @triton.jit(do_not_specialize=["num_spans"])
 def prefix_kernel(
-    query, pool, tables, slots, lengths, out, begins, members, starts, num_pieces,
+    query, cos, sin, pool, tables, slots, lengths, out, begins, members, starts, num_pieces,
     sums, stats, arrived, span_sums, span_stats, num_spans, scale,
-    query_stride_b, query_stride_h, out_stride_b, out_stride_h, table_stride,
+    query_stride_b, query_stride_h, angle_stride, out_stride_b, out_stride_h, table_stride,
     K: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, S: tl.constexpr,
     SOFTCAP: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,
-    MIN_SPAN: tl.constexpr, SPAN_STEP: tl.constexpr,
+    ROTATE: tl.constexpr, MIN_SPAN: tl.constexpr, SPAN_STEP: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = M // Q
     head, part, num_parts = tl.program_id(0) % K, tl.program_id(1), tl.num_programs(1)
@@ -57,8 +57,12 @@ def prefix_kernel(
         there_M = (members_M < num_members) & (lines_M % Q < G) & (begin < end)
         rows_M = tl.load(members + first + members_M, mask=there_M, other=0)
 
-        query_at = query + (rows_M * query_stride_b + heads_M * query_stride_h)[:, None] + dims_D[None, :]
-        query_MD = tl.load(query_at, mask=there_M[:, None] & (dims_D < D)[None, :], other=0.0)
+        there_MD = there_M[:, None] & (dims_D < D)[None, :]
+        angles_M = rows_M * angle_stride
+        query_MD = load_rotated(
+            query + (rows_M * query_stride_b + heads_M * query_stride_h)[:, None], dims_D[None, :], there_MD,
+            cos + angles_M[:, None], sin + angles_M[:, None], there_MD, D, ROTATE,
+        )  # fmt: skip
         top_M = tl.full([M], float("-inf"), tl.float32)
         total_M = tl.zeros([M], tl.float32)
         sum_ME = tl.zeros([M, E_PAD], tl.float32)

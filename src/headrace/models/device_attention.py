@@ -1,6 +1,7 @@
 """Attention for compiled models: one opaque operation a layer, told what to read by the pass in progress.
 
-In: queries, keys and values of a flat pass [1, heads, T, head dim], from transformers' attention interface.
+In: queries, keys and values of a flat pass [1, heads, T, head dim], from transformers' attention interface, or from
+``merged_layer``, which leaves their rotation to the operation.
 Out: [1, T, heads, head dim]. The operation is registered with a shape-only twin, so that compilers pass it
 by without a break; what it does is up to the ``Attending`` that ``attending`` put in place around the forward.
 Layers call in order, once each, and are told apart by counting: nothing in a layer's own code depends on
@@ -20,6 +21,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from headrace.errors import ModelError
+from headrace.kernels.rotation import Rotation
 
 DEVICE = "headrace_device"
 
@@ -45,9 +47,10 @@ class Attending(Protocol):
         query_THD: torch.Tensor,
         key_TKD: torch.Tensor,
         value_TKE: torch.Tensor,
+        rotation: Rotation | None,
         options: LayerOptions,
     ) -> torch.Tensor:
-        """[T, H, E]; also keeps the keys and values."""
+        """[T, H, E]; also keeps the keys and values. ``rotation``: what is still to be done to queries and keys."""
         ...
 
 
@@ -83,7 +86,14 @@ def attending(passing: Attending) -> Iterator[None]:
 
 @torch.library.custom_op("headrace::paged_attention", mutates_args=())
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int, softcap: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> torch.Tensor:
     passing, layer = _progress.attending, _progress.next_layer
     if passing is None:
@@ -91,13 +101,12 @@ def _attend(
     _progress.next_layer = layer + 1
     options = LayerOptions(scale, window or None, softcap or None)
     query_THD, key_TKD, value_TKE = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return passing.attend(layer, query_THD, key_TKD, value_TKE, options).unsqueeze(0)
+    rotation = None if cos is None or sin is None else Rotation(cos[0], sin[0])
+    return passing.attend(layer, query_THD, key_TKD, value_TKE, rotation, options).unsqueeze(0)
 
 
 @_attend.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int, softcap: float
-) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
 
 
@@ -123,7 +132,7 @@ def device_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return torch.ops.headrace.paged_attention(
-        query, key, value, scale, sliding_window or 0, softcap or 0.0
+        query, key, value, None, None, scale, sliding_window or 0, softcap or 0.0
     ), None
 
 

@@ -59,6 +59,17 @@ def join_gates(model: nn.Module) -> None:
             join_linears(layer, (GATE_UP,))
 
 
+def gated_values(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """[T, W], what ``gated_forward`` hands to the last product of a layer that has it; without gradients. None: the
+    layer's own class computes it as it is now."""
+    weights = _weights(layer)
+    if weights is None:
+        return None
+    gate, up, _, whole = weights
+    values: torch.Tensor = torch.ops.headrace.gated_product(x.reshape(-1, x.shape[-1]), gate, up, whole)
+    return values
+
+
 def gated_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """The forward of a layer that ``is_gated``; float32 of a bfloat16 one."""
     weights = _weights(layer)
