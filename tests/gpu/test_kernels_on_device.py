@@ -357,4 +357,4 @@ def test_products_added_in_a_graph_where_the_sum_lies(inputs, outputs, num_rows)
         expected = total.double() + x.double() @ weight.double().T
         graph.replay()
         # Not rounded to bfloat16 on its way, which would make it 1e-3.
-        assert (total.double() - expected).norm() / expected.norm() < 1e-5
+        assert (total.double() - expected).norm() / expected.norm() < 1e-4

@@ -58,16 +58,18 @@ def decode_kernel(
     real_D = dims_D < D
     cos += row * angle_stride
     sin += row * angle_stride
+    real_PD = real_P[:, None] & real_D[None, :]
+    same_P1 = tl.zeros([P, 1], tl.int32)
     query_PD = load_rotated(
-        query + row * query_stride_b + (head * G + heads_P)[:, None] * query_stride_h, dims_D[None, :],
-        real_P[:, None] & real_D[None, :], cos, sin, real_D[None, :], D, ROTATE,
+        query + row * query_stride_b + (head * G + heads_P)[:, None] * query_stride_h, dims_D[None, :], real_PD,
+        cos + same_P1, sin + same_P1, D, ROTATE,
     )  # fmt: skip
     begin = first + span * span_rows
     end = tl.minimum(begin + span_rows, past)
     has_own = (span == num_used - 1) & (length > 0)
     key_at = key + row * key_stride_b + head * key_stride_k
     value_at = value + row * value_stride_b + head * value_stride_k
-    key_D = load_rotated(key_at, dims_D, has_own & real_D, cos, sin, has_own & real_D, D, ROTATE)
+    key_D = load_rotated(key_at, dims_D, has_own & real_D, cos, sin, D, ROTATE)
     # Asked for here and used behind the loop, which hides the wait.
     value_E = tl.load(value_at + dims_E, mask=has_own & (dims_E < E), other=0.0)
     own_block = tl.load(table + past // S, mask=has_own, other=0).to(tl.int64)

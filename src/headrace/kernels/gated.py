@@ -6,8 +6,8 @@ gradients, with the layer's inner values computed once more instead of being kep
 
 A few rows are bound by the way of the weights through memory: there the weights are the left operand, whose tiles may
 not be narrower than 64, and the rows are the right one. Many are bound by arithmetic. In between torch's product in
-float32 and a pass over it are mostly quicker than either (docs/benchmarks.md). GPUs other than Hopper always use
-those: the kernel has not been tried there.
+float32 and a pass over it are often quicker than either (``gated_tiles``). GPUs other than Hopper always use those:
+the kernel has not been tried there.
 
 Shape legend: T rows, I inputs, W inner width, O = 2 W; M rows and N columns of a tile, K inputs at a time.
 """
@@ -24,32 +24,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from headrace.kernels.gated_tiles import Tiles, choose_tiles
+
 _CAPABILITY = 9
 """Hopper's, whose copies of whole tiles the product uses."""
-_FEW_ROWS = 64
-_NARROW_INPUTS = 2048
-_MANY_ROWS_NARROW, _MANY_ROWS_WIDE = 288, 512
-"""From where on the kernel is the quicker way again: the narrower a model, the larger a part of the whole is a pass
-over its products."""
 _ROWS_AT_ONCE = 4096
 """Of torch's product, whose float32 results are the largest tensors there are."""
 _COLUMNS = 1024
 """Of a program that passes over products."""
-
-
-class Tiles(NamedTuple):
-    rows: int
-    columns: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-    weights_left: bool
-    """Whether the weights are the left operand of the product and the rows the right one."""
-    together: int
-    """Tiles of rows that are computed side by side, so that they find their weights in the cache."""
-
-
-_MANY = Tiles(128, 128, 64, 8, 4, False, 8)
 
 
 class GatedWeights(NamedTuple):
@@ -67,23 +49,14 @@ def gated_product(
     x_TI: torch.Tensor, weights: GatedWeights, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """[T, W] of dense rows, and with ``keep`` both products side by side, [T, O]."""
-    hopper = _capability(x_TI.device) == _CAPABILITY
-    tiles = choose_tiles(*x_TI.shape, keep=keep) if hopper else None
+    capability, num_multiprocessors = _device(x_TI.device)
+    tiles = None
+    if capability == _CAPABILITY:
+        (num_rows, num_inputs), width = x_TI.shape, weights.gate.shape[0]
+        tiles = choose_tiles(num_rows, num_inputs, width, keep=keep, num_multiprocessors=num_multiprocessors)
     if tiles is None:
         return _by_torch(x_TI, weights, keep=keep)
     return tiled_product(x_TI, weights, tiles, keep=keep)
-
-
-def choose_tiles(num_rows: int, num_inputs: int, *, keep: bool) -> Tiles | None:
-    """None: torch's product is the quicker way, or the only one. With ``keep`` the kernel is used for any number of
-    rows: those of a training step are many."""
-    # What is copied in tiles has rows that begin at multiples of 16 bytes.
-    if num_inputs % 8:
-        return None
-    narrow = num_inputs <= _NARROW_INPUTS
-    if num_rows <= _FEW_ROWS:
-        return Tiles(max(16, triton.next_power_of_2(num_rows)), 64, 64 if narrow else 128, 4, 4, True, 1)
-    return _MANY if keep or num_rows >= (_MANY_ROWS_NARROW if narrow else _MANY_ROWS_WIDE) else None
 
 
 def tiled_product(
@@ -148,8 +121,10 @@ def _in_tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor
 
 
 @cache
-def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
+def _device(device: torch.device) -> tuple[int, int]:
+    """Its capability and how many multiprocessors it has."""
+    facts = torch.cuda.get_device_properties(device)
+    return facts.major, facts.multi_processor_count
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -88,9 +88,7 @@ def _write_kernel(
     i = tl.arange(0, KEYS)
     heads = key + row * key_stride_t + i // D * key_stride_k
     there = i < K * D
-    numbers = load_rotated(
-        heads, i % D, there, cos + row * angle_stride, sin + row * angle_stride, there, D, ROTATE
-    )
+    numbers = load_rotated(heads, i % D, there, cos + row * angle_stride, sin + row * angle_stride, D, ROTATE)
     tl.store(target + i, numbers, mask=there)
     i = tl.arange(0, VALUES)
     numbers = tl.load(value + row * value_stride_t + i // E * value_stride_k + i % E, mask=i < K * E)

@@ -43,17 +43,17 @@ def load_heads(pointer, offsets_N, visible_N, DIM: tl.constexpr, PADDED: tl.cons
 
 
 @triton.jit
-def load_rotated(row, dims, there, cos, sin, angles_there, D: tl.constexpr, ROTATE: tl.constexpr):
+def load_rotated(row, dims, there, cos, sin, D: tl.constexpr, ROTATE: tl.constexpr):
     """Heads that begin at ``row``, zero where they are not ``there``, with ROTATE turned by the angles whose cosines
-    and sines begin at ``cos`` and ``sin``: each number together with the one half a head away."""
+    and sines begin at ``cos`` and ``sin``: each number together with the one half a head away. All are read in one
+    shape, hence in one layout, so that nothing is moved between threads."""
     x = tl.load(row + dims, mask=there, other=0.0)
     if ROTATE:
-        in_first = dims < D // 2
-        y = tl.load(row + tl.where(in_first, dims + D // 2, dims - D // 2), mask=there, other=0.0)
-        y = tl.where(in_first, -y.to(tl.float32), y.to(tl.float32))
-        cosines = tl.load(cos + dims, mask=angles_there, other=0.0).to(tl.float32)
-        sines = tl.load(sin + dims, mask=angles_there, other=0.0).to(tl.float32)
-        x = (x.to(tl.float32) * cosines + y * sines).to(x.dtype)
+        # A remainder, not a choice: compilers know which of these numbers follow one another, and load them together.
+        y = tl.load(row + (dims + D // 2) % D, mask=there, other=0.0).to(tl.float32)
+        cosines = tl.load(cos + dims, mask=there, other=0.0).to(tl.float32)
+        sines = tl.load(sin + dims, mask=there, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) * cosines + y * tl.where(dims < D // 2, -sines, sines)).to(x.dtype)
     return x
 
 

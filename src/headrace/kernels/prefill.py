@@ -49,7 +49,7 @@ def prefill_kernel(
     angles_M = rows_M * angle_stride
     query_MD = load_rotated(
         query + (rows_M * query_stride_t + heads_M * query_stride_h)[:, None], dims_D[None, :], there_MD,
-        cos + angles_M[:, None], sin + angles_M[:, None], there_MD, D, ROTATE,
+        cos + angles_M[:, None], sin + angles_M[:, None], D, ROTATE,
     )  # fmt: skip
     table = tables + tl.load(slots + piece).to(tl.int64) * table_stride
 

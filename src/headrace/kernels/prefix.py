@@ -61,7 +61,7 @@ def prefix_kernel(
         angles_M = rows_M * angle_stride
         query_MD = load_rotated(
             query + (rows_M * query_stride_b + heads_M * query_stride_h)[:, None], dims_D[None, :], there_MD,
-            cos + angles_M[:, None], sin + angles_M[:, None], there_MD, D, ROTATE,
+            cos + angles_M[:, None], sin + angles_M[:, None], D, ROTATE,
         )  # fmt: skip
         top_M = tl.full([M], float("-inf"), tl.float32)
         total_M = tl.zeros([M], tl.float32)

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 require_kernels()
 
-from headrace.kernels.gated import GatedWeights, Tiles, choose_tiles, gate, gate_gradients, tiled_product  # noqa: E402
+from headrace.kernels.gated import GatedWeights, gate, gate_gradients, tiled_product  # noqa: E402
+from headrace.kernels.gated_tiles import Tiles  # noqa: E402
 
 FEW, MANY = Tiles(16, 64, 64, 4, 3, True, 1), Tiles(64, 64, 32, 4, 3, False, 2)
 
@@ -74,23 +75,3 @@ def test_no_rows_give_no_rows():
     assert inner.shape == (0, 64) and kept is not None and kept.shape == (0, 128)
     grads, again = gate_gradients(inner, kept)
     assert grads.shape == (0, 128) and again.shape == (0, 64) and gate(kept, HALF).shape == (0, 64)
-
-
-@pytest.mark.parametrize(("num_rows", "tile"), [(1, 16), (16, 16), (17, 32), (64, 64)])
-def test_few_rows_are_one_tile(num_rows, tile):
-    for num_inputs, keep in ((1536, False), (3584, True)):
-        tiles = choose_tiles(num_rows, num_inputs, keep=keep)
-        assert tiles is not None and tiles.rows == tile and tiles.weights_left
-
-
-@pytest.mark.parametrize(("num_inputs", "first"), [(896, 288), (2048, 288), (2056, 512), (3584, 512)])
-def test_rows_in_between_are_torchs_unless_they_are_trained_with(num_inputs, first):
-    for num_rows in (65, first - 1):
-        assert choose_tiles(num_rows, num_inputs, keep=False) is None
-    many = choose_tiles(first, num_inputs, keep=False)
-    assert many is not None and not many.weights_left
-    assert choose_tiles(65, num_inputs, keep=True) == many
-
-
-def test_rows_that_are_no_whole_tiles_of_memory_are_torchs():
-    assert all(choose_tiles(num_rows, 1001, keep=True) is None for num_rows in (1, 100, 1000))

@@ -1,0 +1,78 @@
+"""How the products of a gated layer are cut into tiles: the way that should take the least time.
+
+In: how many rows, inputs and inner columns there are, and how many multiprocessors. Out: tiles for the kernel, or None
+where torch's product in float32 and a pass over it are quicker. Programs run in waves, as many at once as there is room
+for, and the last wave costs as much as a full one; which tiles are best thus depends on how they fill it. The numbers
+are fitted to timings on an H200 (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_FEW_ROWS = 64
+_NARROW_INPUTS = 2048
+_TORCH_ROWS_NARROW, _TORCH_ROWS_WIDE = 256, 512
+"""Up to where torch's product may be the quicker way: the narrower a model, the larger a part of the whole is a pass
+over its products."""
+_FITTED_INPUTS, _FITTED_WIDTH = 1536, 8960
+
+
+class Tiles(NamedTuple):
+    rows: int
+    columns: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+    weights_left: bool
+    """Whether the weights are the left operand of the product and the rows the right one."""
+    together: int
+    """Tiles of rows that are computed side by side, so that they find their weights in the cache."""
+
+
+class _Way(NamedTuple):
+    tiles: Tiles
+    at_once: int
+    """Programs that a multiprocessor has room for."""
+    begin_us: float
+    wave_us: float
+    """Of the fitted inputs; both grow with them."""
+
+    def us(self, num_rows: int, num_inputs: int, width: int, num_multiprocessors: int) -> float:
+        programs = -(-num_rows // self.tiles.rows) * -(-width // self.tiles.columns)
+        waves = -(-programs // (self.at_once * num_multiprocessors))
+        return (self.begin_us + self.wave_us * waves) * num_inputs / _FITTED_INPUTS
+
+
+_MANY = Tiles(128, 128, 64, 8, 4, False, 8)
+_WAYS = (
+    _Way(_MANY, 1, 4.3, 17.5),
+    _Way(Tiles(128, 64, 64, 4, 3, False, 8), 2, 8.4, 15.8),
+    _Way(Tiles(64, 64, 64, 4, 4, False, 8), 2, 0.4, 13.0),
+)
+
+
+def choose_tiles(
+    num_rows: int, num_inputs: int, width: int, *, keep: bool, num_multiprocessors: int
+) -> Tiles | None:
+    """None: torch's product is the quicker way, or the only one. With ``keep`` the kernel is used for any number of
+    rows: those of a training step are many."""
+    # What is copied in tiles has rows that begin at multiples of 16 bytes.
+    if num_inputs % 8:
+        return None
+    narrow = num_inputs <= _NARROW_INPUTS
+    if num_rows <= _FEW_ROWS:
+        return Tiles(max(16, 1 << (num_rows - 1).bit_length()), 64, 64 if narrow else 128, 4, 4, True, 1)
+    if keep or not narrow:
+        return _MANY if keep or num_rows > _TORCH_ROWS_WIDE else None
+    sizes = (num_rows, num_inputs, width, num_multiprocessors)
+    best = min(_WAYS, key=lambda way: way.us(*sizes))
+    if num_rows <= _TORCH_ROWS_NARROW and _torch_us(num_rows, num_inputs, width) < best.us(*sizes):
+        return None
+    return best.tiles
+
+
+def _torch_us(num_rows: int, num_inputs: int, width: int) -> float:
+    """A start, the weights' way through memory, and a pass over the products."""
+    wide = width / _FITTED_WIDTH
+    return 3.0 + 17.0 * wide * num_inputs / _FITTED_INPUTS + 0.036 * wide * num_rows
