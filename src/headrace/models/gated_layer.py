@@ -22,6 +22,7 @@ from transformers.activations import ACT2FN
 
 from headrace.models.joined_linear import GATE_UP, JoinedLinear, join_linears
 from headrace.models.joined_product import check_memory
+from headrace.models.told import Told, how
 from headrace.models.wide_product import float_product, is_wide
 
 _PARTS = {*GATE_UP, "down_proj", "act_fn"}
@@ -38,7 +39,8 @@ def is_gated(layer: Any) -> bool:
         and not dict(layer.named_parameters(recurse=False))
         and all(type(linear) is nn.Linear and linear.bias is None for linear in linears)
         and all(_is_untouched(part) for part in layer.children())
-        and _computes_as_usual(layer)
+        and len(inspect.signature(type(layer).forward).parameters) == 2
+        and how(layer, _PARTS, Told("x")) == "down_proj(act_fn(gate_proj(x)) * up_proj(x))"
     )
 
 
@@ -106,39 +108,6 @@ def _is_untouched(part: nn.Module) -> bool:
     """Whether it computes what its class does."""
     hooks = (part._forward_hooks, part._forward_pre_hooks)
     return not any(hooks) and ("forward" not in vars(part) or is_wide(part))
-
-
-class _Told:
-    """Stands for a tensor and tells how it was made."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def __mul__(self, other: _Told) -> _Told:
-        return _Told(" * ".join(sorted((self.how, other.how))))
-
-
-class _StandIn:
-    """Stands for a layer: its parts tell that they were called, all else is the layer's."""
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        return (lambda x: _Told(f"{name}({x.how})")) if name in _PARTS else getattr(self._layer, name)
-
-
-def _computes_as_usual(layer: Any) -> bool:
-    """Asked of the forward itself, so that neither weights nor inputs matter."""
-    forward = type(layer).forward
-    if len(inspect.signature(forward).parameters) != 2:
-        return False
-    try:
-        found = forward(_StandIn(layer), _Told("x")).how
-    except Exception:
-        # It does something else to what stands for tensors, whatever that is: it stays as it is.
-        return False
-    return bool(found == "down_proj(act_fn(gate_proj(x)) * up_proj(x))")
 
 
 def _product(

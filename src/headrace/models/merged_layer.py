@@ -3,8 +3,7 @@
 In: layers of the usual form: norm, attention, sum, norm, feed-forward, sum. Out: the same layers, whose last products
 are added to the running sum where it lies, and whose queries and keys are rotated where attention reads them;
 everything is rounded as before. The sum that a layer is given is the one it returns, so nobody else may hold it.
-Nothing here has a gradient: it is for engines. A layer that does anything else, as far as the names in its code and
-a try of its rotation tell, stays as it is.
+Nothing here has a gradient: it is for engines. A layer whose own code does anything else stays as it is.
 
 Shape legend: T rows of a pass, I inputs, O outputs.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from types import CodeType, MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +23,18 @@ from headrace.kernels.rotation import Rotation, rotated
 from headrace.models.device_attention import LayerOptions
 from headrace.models.float_residual import residual_dtype
 from headrace.models.gated_layer import gated_values, has_gated_forward
+from headrace.models.told import Told, how
 from headrace.models.wide_product import float_product
 
-_LAYER_NAMES = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-_ATTENTION_NAMES = {
-    *("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "apply_rotary_pos_emb"),
-    *("shape", "view", "transpose", "reshape", "contiguous", "update", "layer_idx", "getattr", "config"),
-    *("scaling", "sliding_window", "training", "attention_dropout", "_attn_implementation"),
-    *("ALL_ATTENTION_FUNCTIONS", "get_interface", "eager_attention_forward"),
-}
-"""All that an attention uses which projects, perhaps normalises heads, rotates and attends, and nothing besides."""
+_SUM = "(self_attn(input_layernorm(x)) + x)"
+_LAYER = f"({_SUM} + mlp(post_attention_layernorm({_SUM})))"
+_ATTENTION = "o_proj(attended(turned({query}), turned({key}), v_proj(x)))"
+_ATTENTIONS = (
+    _ATTENTION.format(query="q_proj(x)", key="k_proj(x)"),
+    _ATTENTION.format(query="q_norm(q_proj(x))", key="k_norm(k_proj(x))"),
+)
+_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 
 
 class _Parts(NamedTuple):
@@ -72,8 +73,8 @@ def is_usual(layer: Any) -> bool:
         return False
     norms = [norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None]
     return (
-        _names(layer) == _LAYER_NAMES
-        and _names(attention) <= _ATTENTION_NAMES
+        how(layer, _LAYER_PARTS, Told("x"), made_by=_part_of_layer) == _LAYER
+        and _how_it_attends(attention) in _ATTENTIONS
         and all(norm.weight.numel() == attention.head_dim for norm in norms)
         and _rotates_as_usual(attention)
     )
@@ -136,14 +137,29 @@ def _(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     return None
 
 
-def _names(module: nn.Module) -> set[str]:
-    """All that the code of its class's forward looks up, of whatever it has in hand."""
-    return _names_in(inspect.unwrap(type(module).forward).__code__)
+def _part_of_layer(name: str, x: Told) -> Any:
+    made = Told(f"{name}({x.how})")
+    return (made, None) if name == "self_attn" else made
 
 
-def _names_in(code: CodeType) -> set[str]:
-    inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
+def _how_it_attends(attention: Any) -> str | None:
+    def attended(
+        _: Any, query: Told, key: Told, value: Told, *_mask: Any, **_options: Any
+    ) -> tuple[Told, None]:
+        return Told(f"attended({query.how}, {key.how}, {value.how})"), None
+
+    def turned(query: Told, key: Told, _cos: Told, _sin: Told) -> tuple[Told, Told]:
+        return Told(f"turned({query.how})"), Told(f"turned({key.how})")
+
+    interface = SimpleNamespace(get_interface=lambda *_: attended)
+    return how(
+        attention,
+        _ATTENTION_PARTS,
+        hidden_states=Told("x"),
+        position_embeddings=(Told("cos"), Told("sin")),
+        attention_mask=None,
+        standing_in={"apply_rotary_pos_emb": turned, "ALL_ATTENTION_FUNCTIONS": interface},
+    )
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from headrace.engines.device_model import DeviceModel, _Probe
 from headrace.models import merged_layer
@@ -122,8 +124,39 @@ def test_attention_that_does_more_is_left_alone(tmp_path, monkeypatch):
     assert not is_usual(layer)
     hook.remove()
     assert is_usual(layer)
-    # The same names, and pairs of neighbours turned instead of pairs half a head apart.
+    # The same code, and other pairs turned than those half a head apart.
     monkeypatch.setitem(own.forward.__globals__, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
+    assert not is_usual(layer)
+
+
+def test_layers_whose_order_is_another_are_left_alone(tmp_path):
+    """The same parts by the same names."""
+    model = tiny(tmp_path, "qwen3")
+    layer = model.base_model.layers[0]
+    own, attention = type(layer), type(layer.self_attn)
+
+    class Parallel(own):
+        def forward(self, hidden_states, **given):
+            attended, _ = self.self_attn(self.input_layernorm(hidden_states), **given)
+            return hidden_states + attended + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    class NormsBehindTheRotation(attention):
+        def forward(self, hidden_states, position_embeddings, attention_mask=None, **given):
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            query, key, value = (
+                part(hidden_states).view(shape).transpose(1, 2)
+                for part in (self.q_proj, self.k_proj, self.v_proj)
+            )
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
+            made, _ = attend(self, self.q_norm(query), self.k_norm(key), value, attention_mask)
+            return self.o_proj(made.reshape(*hidden_states.shape[:-1], -1)), None
+
+    assert is_usual(layer)
+    layer.__class__ = Parallel
+    assert not is_usual(layer)
+    layer.__class__ = own
+    layer.self_attn.__class__ = NormsBehindTheRotation
     assert not is_usual(layer)
 
 
