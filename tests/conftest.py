@@ -8,6 +8,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Torch asks for the name of every address it connects to; a name server that loses a question costs five seconds else.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
+from importlib.metadata import version
+
+from headrace.launch.role_process import torch_defaults
+
+# Read when a process has its first group; tests have several on threads of one process.
+os.environ.update({**torch_defaults(version("torch")), **os.environ})
+
 import torch
 from hypothesis import HealthCheck, settings
 

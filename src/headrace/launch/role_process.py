@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ _LOG_TAIL_BYTES = 4000
 _LAST_WORDS_DEADLINE_S = 5.0
 _SIGNAL_DEADLINE_S = 5.0
 _log = logging.getLogger(__name__)
+
+
+def torch_defaults(torch_version: str) -> dict[str, str]:
+    """What torch is told where the environment does not say it. Before 2.13 its record of collectives, kept to explain
+    hangs, is no place for two threads: where a process has two groups of Gloo, as a trainer of several ranks has that
+    broadcasts weights, it can end the process (pytorch/pytorch#179449)."""
+    major, minor = (int(number) for number in torch_version.split(".")[:2])
+    return {"TORCH_FR_BUFFER_SIZE": "0"} if (major, minor) < (2, 13) else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +174,7 @@ class RoleProcess:
     def _environment(self, token: str) -> dict[str, str]:
         threads = str(self.spec.num_threads)
         env = {
+            **torch_defaults(version("torch")),
             **os.environ,
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
