@@ -59,8 +59,8 @@ def angles(rotation: Rotation | None, unread: torch.Tensor) -> tuple[torch.Tenso
     """As kernels take a rotation: cosines, sines and their stride; where there is none, something they do not read."""
     if rotation is None:
         return unread, unread, 0
-    assert rotation.cos.stride() == rotation.sin.stride() and rotation.cos.stride(1) == 1
-    return rotation.cos, rotation.sin, rotation.cos.stride(0)
+    cos, sin = rotation.cos.contiguous(), rotation.sin.contiguous()
+    return cos, sin, cos.stride(0)
 
 
 @triton.jit

@@ -38,7 +38,7 @@ def is_gated(layer: Any) -> bool:
         type(layer.act_fn) in _SILU
         and not dict(layer.named_parameters(recurse=False))
         and all(type(linear) is nn.Linear and linear.bias is None for linear in linears)
-        and all(_is_untouched(part) for part in layer.children())
+        and all(is_untouched(part) for part in layer.children())
         and len(inspect.signature(type(layer).forward).parameters) == 2
         and how(layer, _PARTS, Told("x")) == "down_proj(act_fn(gate_proj(x)) * up_proj(x))"
     )
@@ -104,10 +104,13 @@ def _weights(
     return gate.weight, up.weight, down.weight, whole
 
 
-def _is_untouched(part: nn.Module) -> bool:
-    """Whether it computes what its class does."""
-    hooks = (part._forward_hooks, part._forward_pre_hooks)
-    return not any(hooks) and ("forward" not in vars(part) or is_wide(part))
+def is_untouched(part: nn.Module) -> bool:
+    """Whether it computes what its class does, if perhaps wide."""
+    return not is_hooked(part) and ("forward" not in vars(part) or is_wide(part))
+
+
+def is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _product(

@@ -1,17 +1,17 @@
 """Decoder layers with fewer steps in between, for passes of so few rows that a step costs what its launch costs.
 
 In: layers of the usual form: norm, attention, sum, norm, feed-forward, sum. Out: the same layers, whose last products
-are added to the running sum where it lies, and whose queries and keys are rotated where attention reads them;
-everything is rounded as before. The sum that a layer is given is the one it returns, so nobody else may hold it.
-Nothing here has a gradient: it is for engines. A layer whose own code does anything else stays as it is.
+are added to the running sum where it lies, and whose queries and keys are rotated where attention reads them, unless
+norms of their own come before: those a compiler makes one step with the rotation anyway, rounded once. The sum that a
+layer is given is the one it returns, so nobody else may hold it. Nothing here has a gradient: it is for engines. A
+layer whose own code does anything else stays as it is.
 
 Shape legend: T rows of a pass, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,19 +22,17 @@ from transformers import PreTrainedModel
 from headrace.kernels.rotation import Rotation, rotated
 from headrace.models.device_attention import LayerOptions
 from headrace.models.float_residual import residual_dtype
-from headrace.models.gated_layer import gated_values, has_gated_forward
-from headrace.models.told import Told, how
+from headrace.models.gated_layer import gated_values, has_gated_forward, is_hooked, is_untouched
+from headrace.models.told import Told, ToldInHeads, how, of_one
 from headrace.models.wide_product import float_product
 
 _SUM = "(self_attn(input_layernorm(x)) + x)"
 _LAYER = f"({_SUM} + mlp(post_attention_layernorm({_SUM})))"
-_ATTENTION = "o_proj(attended(turned({query}), turned({key}), v_proj(x)))"
-_ATTENTIONS = (
-    _ATTENTION.format(query="q_proj(x)", key="k_proj(x)"),
-    _ATTENTION.format(query="q_norm(q_proj(x))", key="k_norm(k_proj(x))"),
-)
+_ATTENTION = "o_proj(attended(turned(q_proj(x)), turned(k_proj(x)), v_proj(x)))"
+_NORMALISING = "o_proj(attended(turned(q_norm(q_proj(x))), turned(k_norm(k_proj(x))), v_proj(x)))"
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+_ROTATION = "apply_rotary_pos_emb"
 
 
 class _Parts(NamedTuple):
@@ -42,10 +40,10 @@ class _Parts(NamedTuple):
 
     asked: LayerOptions
     """Of its attention."""
-    normalises_heads: bool
-    """Whether queries and keys go through norms of their own."""
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None
+    """Its own, for heads that go through norms before; None: they do not, and attention rotates them."""
     is_gated: bool
-    """Whether its feed-forward has a forward of ``gated_layer``."""
+    """Whether its feed-forward is nothing but a forward of ``gated_layer``."""
 
 
 def merge_layers(model: PreTrainedModel, options: Sequence[LayerOptions]) -> int:
@@ -59,8 +57,8 @@ def merge_layers(model: PreTrainedModel, options: Sequence[LayerOptions]) -> int
     merged = 0
     for layer, asked in zip(layers, options, strict=True):
         if is_usual(layer) and 2 * angles.numel() == layer.self_attn.head_dim:
-            normalises_heads = "q_norm" in dict(layer.self_attn.named_children())
-            layer.known_parts = _Parts(asked, normalises_heads, has_gated_forward(layer.mlp))
+            rotate = _rotation(layer.self_attn) if _how_it_attends(layer.self_attn) == _NORMALISING else None
+            layer.known_parts = _Parts(asked, rotate, _is_bare_gated(layer.mlp))
             layer.forward = MethodType(merged_forward, layer)
             merged += 1
     return merged
@@ -69,13 +67,13 @@ def merge_layers(model: PreTrainedModel, options: Sequence[LayerOptions]) -> int
 def is_usual(layer: Any) -> bool:
     """Whether ``merged_forward`` computes what the layer's class does."""
     attention = getattr(layer, "self_attn", None)
-    if attention is None or "forward" in vars(layer) | vars(attention) or _is_hooked(attention):
+    if attention is None or "forward" in vars(layer) or not is_untouched(attention):
         return False
-    norms = [norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None]
+    form = _how_it_attends(attention)
     return (
         how(layer, _LAYER_PARTS, Told("x"), made_by=_part_of_layer) == _LAYER
-        and _how_it_attends(attention) in _ATTENTIONS
-        and all(norm.weight.numel() == attention.head_dim for norm in norms)
+        and (form == _ATTENTION or (form == _NORMALISING and _norms_are_of_heads(attention)))
+        and is_untouched(attention.o_proj)
         and _rotates_as_usual(attention)
     )
 
@@ -98,17 +96,21 @@ def merged_forward(
     return hidden_states
 
 
-def _attended(layer: Any, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _attended(layer: Any, x: torch.Tensor, angles: tuple[Any, Any]) -> torch.Tensor:
     attention, asked = layer.self_attn, layer.known_parts.asked
     in_heads = (*x.shape[:-1], -1, attention.head_dim)
     query = attention.q_proj(x).view(in_heads)
     key = attention.k_proj(x).view(in_heads)
     value = attention.v_proj(x).view(in_heads)
-    if layer.known_parts.normalises_heads:
+    rotate, left = layer.known_parts.rotate, angles
+    if rotate is not None:
         query, key = attention.q_norm(query), attention.k_norm(key)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if rotate is not None:
+        query, key = rotate(query, key, *angles)
+        left = (None, None)
     made: torch.Tensor = torch.ops.headrace.paged_attention(
-        query, key, value, *angles, asked.scale, asked.window or 0, asked.softcap or 0.0
+        query, key, value, *left, asked.scale, asked.window or 0, asked.softcap or 0.0
     )
     return made.reshape(*x.shape[:-1], -1)
 
@@ -137,38 +139,53 @@ def _(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     return None
 
 
-def _part_of_layer(name: str, x: Told) -> Any:
-    made = Told(f"{name}({x.how})")
-    return (made, None) if name == "self_attn" else made
+def _part_of_layer(name: str, *given: Told, **named: Any) -> Any:
+    if name == "self_attn":
+        return of_one(name, named.pop("hidden_states", *given)), None
+    return of_one(name, *given, **named)
 
 
 def _how_it_attends(attention: Any) -> str | None:
     def attended(
         _: Any, query: Told, key: Told, value: Told, *_mask: Any, **_options: Any
     ) -> tuple[Told, None]:
-        return Told(f"attended({query.how}, {key.how}, {value.how})"), None
+        return ToldInHeads(f"attended({query.how}, {key.how}, {value.how})"), None
 
     def turned(query: Told, key: Told, _cos: Told, _sin: Told) -> tuple[Told, Told]:
-        return Told(f"turned({query.how})"), Told(f"turned({key.how})")
+        return of_one("turned", query), of_one("turned", key)
 
     interface = SimpleNamespace(get_interface=lambda *_: attended)
     return how(
         attention,
         _ATTENTION_PARTS,
-        hidden_states=Told("x"),
+        hidden_states=ToldInHeads("x"),
         position_embeddings=(Told("cos"), Told("sin")),
         attention_mask=None,
-        standing_in={"apply_rotary_pos_emb": turned, "ALL_ATTENTION_FUNCTIONS": interface},
+        standing_in={_ROTATION: turned, "ALL_ATTENTION_FUNCTIONS": interface},
+        first=True,
     )
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def _norms_are_of_heads(attention: Any) -> bool:
+    weights = [getattr(norm, "weight", None) for norm in (attention.q_norm, attention.k_norm)]
+    return all(weight is not None and weight.numel() == attention.head_dim for weight in weights)
+
+
+def _is_bare_gated(layer: nn.Module) -> bool:
+    """Whether its values may be asked for, and its last product added, past the layer itself."""
+    return (
+        has_gated_forward(layer) and not is_hooked(layer) and is_untouched(layer.get_submodule("down_proj"))
+    )
+
+
+def _rotation(attention: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]] = type(attention).forward.__globals__[_ROTATION]
+    return rotate
 
 
 def _rotates_as_usual(attention: Any) -> bool:
     """Tried out: families that turn other pairs call it by the same name."""
-    rotate = inspect.unwrap(type(attention).forward).__globals__["apply_rotary_pos_emb"]
+    rotate = _rotation(attention)
     generator = torch.Generator().manual_seed(5)
     query, key = torch.randn((2, 1, 3, 4, attention.head_dim), generator=generator)
     cos, sin = torch.randn((2, 1, 4, attention.head_dim), generator=generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -232,6 +233,28 @@ class OtherSiLU(nn.SiLU):
     pass
 
 
+def halved(forward):
+    @functools.wraps(forward)
+    def wrapped(self, x):
+        return forward(self, x) * 0.5
+
+    return wrapped
+
+
+class Wrapped(Usual):
+    forward = halved(Usual.forward)
+
+
+class ByLength(Usual):
+    def forward(self, x):
+        return super().forward(x * 0.5 if x.shape[1] > 4 else x)
+
+
+class Turned(Usual):
+    def forward(self, x):
+        return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).transpose(0, 1))
+
+
 def hooked(part: str) -> Usual:
     layer = Usual()
     layer.get_submodule(part).register_forward_hook(lambda *_: None)
@@ -252,7 +275,21 @@ def test_usual_layers_are_known(layer):
 @pytest.mark.parametrize(
     "layer",
     [
-        *(kind() for kind in (Clamped, Scaled, Swapped, Owning, Longer, TwoInputs, Choosy)),
+        *(
+            kind()
+            for kind in (
+                Clamped,
+                Scaled,
+                Swapped,
+                Owning,
+                Longer,
+                TwoInputs,
+                Choosy,
+                Wrapped,
+                ByLength,
+                Turned,
+            )
+        ),
         *(Usual(nn.GELU()), Usual(OtherSiLU()), Usual(bias=True)),
         *(hooked("up_proj"), replaced("act_fn"), replaced("down_proj")),
     ],
