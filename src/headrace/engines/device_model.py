@@ -9,7 +9,8 @@ Shape legend: T rows of a pass, R rows whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -65,11 +66,13 @@ class DeviceModel:
         self._head = model.get_output_embeddings()
         # Four dimensions make transformers pass a mask along as it is instead of building one.
         self._no_mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=model.device)
+        self._is_compiled = False
         self._bare_head = False
         self.layers, options, self._bare_head = self._probe()
         merge_layers(model, options)
         if compiled:
             _compile(model)
+            self._is_compiled = True
 
     @property
     def capturable(self) -> bool:
@@ -99,7 +102,7 @@ class DeviceModel:
             "attention_mask": self._no_mask,
             "use_cache": False,
         }
-        with torch.no_grad(), attending(passing), serving(adapted):
+        with torch.no_grad(), attending(passing), serving(adapted), self._compiling():
             if self._bare_head:
                 hidden_TD = self._model.base_model(**inputs).last_hidden_state[0]
                 kept_RD = hidden_TD if wanted_R is None else hidden_TD[wanted_R]
@@ -107,6 +110,13 @@ class DeviceModel:
             keep = 0 if wanted_R is None else wanted_R
             logits_RV = self._model(**inputs, logits_to_keep=keep).logits[0].float()
             return logits_RV if out_RV is None else out_RV.copy_(logits_RV)
+
+    def _compiling(self) -> AbstractContextManager[None]:
+        """Around a call that may compile. A model's floats, such as the scale of its attention, are constants: as
+        inputs of a graph they make the compiler trace every layer twice, whatever its cache holds."""
+        if not self._is_compiled:
+            return nullcontext()
+        return cast(AbstractContextManager[None], torch._dynamo.config.patch(specialize_float=True))
 
     def _probe(self) -> tuple[list[LayerShape], list[LayerOptions], bool]:
         """What each layer's attention is given and asked, and whether logits are the output layer's alone."""

@@ -80,7 +80,7 @@ class Attends:
         back = torch.arange(len(key))[:, None] - torch.arange(len(key))
         hidden = (back < 0) | (back >= (options.window or len(key)))
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        return torch.einsum("htl,lhd->thd", weights, value).to(query_THD.dtype)
+        return torch.einsum("htl,lhd->thd", weights, value).to(query_THD.dtype).contiguous()
 
 
 def logits(model):
@@ -147,6 +147,20 @@ def test_a_compiled_layer_is_one_graph_that_adds_in_place(name):
         found = torch.compile(layer.forward, backend=look, dynamic=True)(sums, position_embeddings=angles)
     assert found.data_ptr() == sums.data_ptr() and len(probe.layers) == 1
     assert len(graphs) == 1, "no break"
+
+
+@pytest.mark.slow
+def test_each_graph_is_traced_once(tmp_path, monkeypatch):
+    """With floats as inputs the compiler begins every layer again, also where its cache has the result."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = DeviceModel(made(MERGED["qwen2"], torch.bfloat16), compiled=True)
+    found = model.logits(IDS, torch.arange(len(IDS)), Attends())
+    counters = torch._dynamo.utils.counters
+    # Rotary embedding, all layers and the last norm.
+    assert counters["stats"]["unique_graphs"] == counters["aot_autograd"]["total"] == 3
+    assert far(found, plain(made(MERGED["qwen2"]))) < 0.1
 
 
 class _Doubling(torch.nn.Linear):
