@@ -92,17 +92,21 @@ def test_logprobs_are_those_of_the_reference(tmp_path, family, dtype):
     assert_scored_alike(build(rounded), requests, done, dtype, reference_has_experts=family == "qwen3_moe")
 
 
-def test_gated_layers_are_computed_by_their_kernel(tmp_path, monkeypatch):
+def test_gated_layers_are_computed_by_their_kernels(tmp_path, monkeypatch):
     """Of a bfloat16 model, for few rows and for many."""
-    from headrace.kernels import gated
+    from headrace.kernels import gated, gated_library
 
-    real, rows = gated.tiled_product, []
+    rows = []
 
-    def counted(x, *given, **chosen):
-        rows.append(len(x))
-        return real(x, *given, **chosen)
+    def counting(real):
+        def counted(x, *given, **chosen):
+            rows.append(len(x))
+            return real(x, *given, **chosen)
 
-    monkeypatch.setattr(gated, "tiled_product", counted)
+        return counted
+
+    monkeypatch.setattr(gated, "tiled_product", counting(gated.tiled_product))
+    monkeypatch.setattr(gated_library, "library_product", counting(gated_library.library_product))
     engine = build(on_gpu(tiny(tmp_path), torch.bfloat16), max_running=16, kv_tokens=8192, compiled=False)
     rows.clear()
     generate(engine, crowd(max_tokens=4))

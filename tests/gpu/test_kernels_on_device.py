@@ -300,11 +300,11 @@ def test_a_gradient_is_added_with_the_bits_of_torch(shape):
 
 # (hidden size, inner width) of Qwen2 0.5B, 1.5B and 7B, and one whose width ends within a tile.
 @pytest.mark.parametrize(("hidden", "width"), [(896, 4864), (1536, 8960), (3584, 18944), (520, 1000)])
-@pytest.mark.parametrize("num_rows", [1, 16, 24, 64, 65, 200, 300, 512, 1000])
+@pytest.mark.parametrize("num_rows", [1, 16, 24, 64, 65, 200, 300, 350, 512, 1000])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("joined", [False, True])
 def test_gated_products_in_a_graph_follow_their_inputs(hidden, width, num_rows, keep, joined):
-    from headrace.kernels.gated import GatedWeights, gated_product
+    from headrace.kernels.gated import GatedWeights, gated_product, in_pairs
 
     x = torch.zeros((num_rows, hidden), device=CUDA, dtype=torch.bfloat16)
     whole = torch.zeros((2 * width, hidden), device=CUDA, dtype=torch.bfloat16)
@@ -322,14 +322,40 @@ def test_gated_products_in_a_graph_follow_their_inputs(hidden, width, num_rows, 
             right.bfloat16().float() - right
         ).norm() / right.norm()
         if kept is not None:
-            products = torch.cat((gate, up), -1)
+            products = in_pairs(torch.cat((gate, up), -1))
             assert (kept.float() - products).norm() / products.norm() < 3e-3
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("num_rows", [65, 128, 177, 256, 384, 512, 1000, 9_001])
+@pytest.mark.parametrize(("hidden", "width"), [(896, 4864), (3584, 18944), (520, 1000)])
+def test_the_librarys_gated_products_have_the_bits_of_ours(hidden, width, num_rows, keep):
+    from headrace.kernels import gated_library
+    from headrace.kernels.gated import GatedWeights, tiled_product
+    from headrace.kernels.gated_tiles import Tiles, choose_library_tiles
+
+    if not gated_library.is_installed():
+        pytest.skip("quack-kernels is not installed, or in another version")
+    x = torch.randn((num_rows, hidden), device=CUDA).bfloat16()
+    whole = (torch.randn((2 * width, hidden), device=CUDA) * hidden**-0.5).bfloat16()
+    tiles = choose_library_tiles(num_rows, hidden, width)
+    assert tiles is not None
+    made, kept = gated_library.library_product(x, whole, tiles, keep=keep)
+    ours, kept_by_us = tiled_product(
+        x, GatedWeights(*whole.split(width), whole), Tiles(128, 128, 64, 8, 4, False, 8), keep=keep
+    )
+    # Sums are the same; the exponential of the gate is another approximation.
+    assert (made != ours).float().mean() < 1e-3 and (
+        made.float() - ours.float()
+    ).norm() < 1e-4 * ours.float().norm()
+    if kept is not None and kept_by_us is not None:
+        assert torch.equal(kept, kept_by_us)
 
 
 # The second has more rows than a grid of programs is high.
 @pytest.mark.parametrize(("num_rows", "width"), [(8_702, 8_960), (70_000, 72)])
 def test_gate_gradients_at_the_size_of_a_row(num_rows, width):
-    from headrace.kernels.gated import gate, gate_gradients
+    from headrace.kernels.gated import gate, gate_gradients, in_pairs
 
     products = torch.randn((num_rows, 2 * width), device=CUDA).bfloat16()
     grad = torch.randn((num_rows, width), device=CUDA).bfloat16()
@@ -337,24 +363,29 @@ def test_gate_gradients_at_the_size_of_a_row(num_rows, width):
     of_gate, up = right.chunk(2, -1)
     value = torch.nn.functional.silu(of_gate) * up
     value.backward(grad.float())
-    grads, inner = gate_gradients(grad, products)
+    grads, inner = gate_gradients(grad, in_pairs(products))
     assert (grads.float() - right.grad).norm() / right.grad.norm() < 3e-3
     assert (inner.float() - value).norm() / value.norm() < 3e-3
     assert torch.equal(gate(products, torch.bfloat16), inner)
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(1536, 1536), (8960, 1536), (18944, 3584), (520, 1000)])
-@pytest.mark.parametrize("num_rows", [1, 24, 200, 512])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(896, 896), (1536, 1536), (8960, 1536), (18944, 3584), (520, 1000)]
+)
+@pytest.mark.parametrize("num_rows", [1, 16, 24, 32, 33, 200, 512])
 def test_products_added_in_a_graph_where_the_sum_lies(inputs, outputs, num_rows):
+    from headrace.kernels.added_product import MOST_TILES
     from headrace.models import merged_layer  # noqa: F401
 
+    arrived = torch.zeros(MOST_TILES, device=CUDA, dtype=torch.int32)
     total = torch.zeros((1, num_rows, outputs), device=CUDA)
     x = torch.zeros((num_rows, inputs), device=CUDA, dtype=torch.bfloat16)
     weight = torch.zeros((outputs, inputs), device=CUDA, dtype=torch.bfloat16)
-    graph = captured(lambda: torch.ops.headrace.add_product(total, x, weight))
+    graph = captured(lambda: torch.ops.headrace.add_product(total, x, weight, arrived))
     for _ in range(2):
         total.normal_(), x.normal_(), weight.normal_(std=inputs**-0.5)
         expected = total.double() + x.double() @ weight.double().T
         graph.replay()
         # Not rounded to bfloat16 on its way, which would make it 1e-3.
         assert (total.double() - expected).norm() / expected.norm() < 1e-4
+        assert not arrived.any()

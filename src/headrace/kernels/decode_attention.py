@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import triton
 
+from headrace.kernels.chip import chip
 from headrace.kernels.decode import decode_kernel
 from headrace.kernels.paged_attention import angles, prefill_shape
 from headrace.kernels.pool import padded_dim
@@ -75,10 +76,7 @@ class DecodeWorkspace:
 def decode_workspace(
     max_rows: int, num_heads: int, value_dim: int, max_length: int, device: torch.device
 ) -> DecodeWorkspace:
-    num_multiprocessors = 8
-    if device.type == "cuda":
-        num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    num_programs = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
+    num_programs = chip(device).num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
     # ``num_spans`` makes at most twice as many programs as fill the chip, or a span a row, left where it has a prefix.
     num_slots = max(max_rows, min(2 * num_programs, max_rows * _MAX_SPANS))
     num_prefix_states = max(_PREFIX_STATES, max_rows)

@@ -1,13 +1,13 @@
 """A gated layer's first two products and what is made of them, at the speed of either memory or arithmetic.
 
 In: rows, and the weights of the gate and of what it lets through. Out: silu(gate) * up, taken of the products as they
-were summed: neither is rounded before. For a backward both are written down too, rounded, and from them come the
-gradients, with the layer's inner values computed once more instead of being kept.
+were summed: neither is rounded before. For a backward both are written down too, rounded, in pairs of gate and up, and
+from them come the gradients, with the layer's inner values computed once more instead of being kept.
 
 A few rows are bound by the way of the weights through memory: there the weights are the left operand, whose tiles may
-not be narrower than 64, and the rows are the right one. Many are bound by arithmetic. In between torch's product in
-float32 and a pass over it are often quicker than either (``gated_tiles``). GPUs other than Hopper always use those:
-the kernel has not been tried there.
+not be narrower than 64, and the rows are the right one. Many are bound by arithmetic, and ``gated_library`` computes
+them where it can. Otherwise torch's product in float32 and a pass over it are often quicker than the kernel here
+(``gated_tiles``). GPUs other than Hopper always use those: neither kernel has been tried there.
 
 Shape legend: T rows, I inputs, W inner width, O = 2 W; M rows and N columns of a tile, K inputs at a time.
 """
@@ -16,7 +16,6 @@ Shape legend: T rows, I inputs, W inner width, O = 2 W; M rows and N columns of 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -24,10 +23,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headrace.kernels.gated_tiles import Tiles, choose_tiles
+from headrace.kernels import gated_library
+from headrace.kernels.chip import HOPPER, chip
+from headrace.kernels.gated_tiles import Tiles, choose_library_tiles, choose_tiles
 
-_CAPABILITY = 9
-"""Hopper's, whose copies of whole tiles the product uses."""
 _ROWS_AT_ONCE = 4096
 """Of torch's product, whose float32 results are the largest tensors there are."""
 _COLUMNS = 1024
@@ -48,15 +47,19 @@ class GatedWeights(NamedTuple):
 def gated_product(
     x_TI: torch.Tensor, weights: GatedWeights, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[T, W] of dense rows, and with ``keep`` both products side by side, [T, O]."""
-    capability, num_multiprocessors = _device(x_TI.device)
-    tiles = None
-    if capability == _CAPABILITY:
-        (num_rows, num_inputs), width = x_TI.shape, weights.gate.shape[0]
-        tiles = choose_tiles(num_rows, num_inputs, width, keep=keep, num_multiprocessors=num_multiprocessors)
-    if tiles is None:
+    """[T, W] of dense rows, and with ``keep`` both products in pairs, [T, O]."""
+    generation, num_multiprocessors = chip(x_TI.device)
+    if generation != HOPPER:
         return _by_torch(x_TI, weights, keep=keep)
-    return tiled_product(x_TI, weights, tiles, keep=keep)
+    sizes = (*x_TI.shape, weights.gate.shape[0])
+    if weights.whole is not None and gated_library.is_installed():
+        library_tiles = choose_library_tiles(*sizes)
+        if library_tiles is not None:
+            return gated_library.library_product(x_TI, weights.whole, library_tiles, keep=keep)
+    tiles = choose_tiles(*sizes, keep=keep, num_multiprocessors=num_multiprocessors)
+    if tiles is not None:
+        return tiled_product(x_TI, weights, tiles, keep=keep)
+    return _by_torch(x_TI, weights, keep=keep)
 
 
 def tiled_product(
@@ -80,7 +83,7 @@ def tiled_product(
 
 
 def gate(products_TO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[T, W] in ``dtype`` of dense products."""
+    """[T, W] in ``dtype`` of dense products, all of the gate's before all of the others."""
     num_rows, width = products_TO.shape[0], products_TO.shape[1] // 2
     inner_TW = products_TO.new_empty((num_rows, width), dtype=dtype)
     if num_rows:
@@ -89,7 +92,8 @@ def gate(products_TO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def gate_gradients(grad_TW: torch.Tensor, products_TO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of both products, [T, O], from that of the inner values, and the inner values once more, [T, W]."""
+    """Gradients of both products, [T, O], all of the gate's before all of the others, from products in pairs and the
+    gradient of the inner values; and the inner values once more, [T, W]."""
     num_rows, width = grad_TW.shape
     inner_TW, grads_TO = torch.empty_like(grad_TW), torch.empty_like(products_TO)
     if num_rows:
@@ -107,8 +111,13 @@ def _by_torch(
         wide = _one([torch.mm(rows, matrix.t(), out_dtype=torch.float32) for matrix in matrices], dim=1)
         inner.append(gate(wide, x_TI.dtype))
         if keep:
-            products.append(wide.to(x_TI.dtype))
+            products.append(in_pairs(wide).to(x_TI.dtype))
     return _one(inner), _one(products) if keep else None
+
+
+def in_pairs(products_TO: torch.Tensor) -> torch.Tensor:
+    """The first number of one half, of the other, the second of one half, and so on."""
+    return torch.stack(products_TO.chunk(2, -1), -1).flatten(-2)
 
 
 def _one(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -118,13 +127,6 @@ def _one(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
 def _in_tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     # A dense matrix of one row may call its strides anything.
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, columns])
-
-
-@cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Its capability and how many multiprocessors it has."""
-    facts = torch.cuda.get_device_properties(device)
-    return facts.major, facts.multi_processor_count
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -158,9 +160,10 @@ def _gated_product(
     there_MN = (row_M < num_rows)[:, None] & (column_N < W)[None, :]
     place_M1 = row_M.to(tl.int64)[:, None]
     if KEEP:
-        at_MN = products + place_M1 * (2 * W) + column_N[None, :]
-        tl.store(at_MN, gate_sum.to(products.dtype.element_ty), mask=there_MN)
-        tl.store(at_MN + W, up_sum.to(products.dtype.element_ty), mask=there_MN)
+        column_O = column * 2 + tl.arange(0, 2 * N)
+        there_MO = (row_M < num_rows)[:, None] & (column_O < 2 * W)[None, :]
+        pairs_MO = tl.interleave(gate_sum, up_sum).to(products.dtype.element_ty)
+        tl.store(products + place_M1 * (2 * W) + column_O[None, :], pairs_MO, mask=there_MO)
     made_MN = gate_sum * _sigmoid(gate_sum) * up_sum
     tl.store(inner + place_M1 * W + column_N[None, :], made_MN.to(inner.dtype.element_ty), mask=there_MN)
 
@@ -181,10 +184,11 @@ def _gate(products, inner, W: tl.constexpr, N: tl.constexpr):
 def _gate_gradients(grad, products, grads, inner, W: tl.constexpr, N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column_N = tl.program_id(1) * N + tl.arange(0, N)
+    column_O = tl.program_id(1) * (2 * N) + tl.arange(0, 2 * N)
     there_N = column_N < W
     at_N, place_N = row * (2 * W) + column_N, row * W + column_N
-    gate_N = tl.load(products + at_N, mask=there_N, other=0.0).to(tl.float32)
-    up_N = tl.load(products + at_N + W, mask=there_N, other=0.0).to(tl.float32)
+    pairs_O = tl.load(products + row * (2 * W) + column_O, mask=column_O < 2 * W, other=0.0).to(tl.float32)
+    gate_N, up_N = tl.split(pairs_O.reshape(N, 2))
     grad_N = tl.load(grad + place_N, mask=there_N, other=0.0).to(tl.float32)
     sigmoid_N = _sigmoid(gate_N)
     silu_N = gate_N * sigmoid_N

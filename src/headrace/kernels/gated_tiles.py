@@ -1,9 +1,10 @@
 """How the products of a gated layer are cut into tiles: the way that should take the least time.
 
-In: how many rows, inputs and inner columns there are, and how many multiprocessors. Out: tiles for the kernel, or None
-where torch's product in float32 and a pass over it are quicker. Programs run in waves, as many at once as there is room
-for, and the last wave costs as much as a full one; which tiles are best thus depends on how they fill it. The numbers
-are fitted to timings on an H200 (docs/benchmarks.md).
+In: how many rows, inputs and inner columns there are, and how many multiprocessors. Out: tiles for the kernel of
+``gated_library`` or for ours, or None where another way is quicker: last of all torch's product in float32 and a pass
+over it. Programs run in waves, as many at once as there is room for, and the last wave costs as much as a full one;
+which tiles are best thus depends on how they fill it. The numbers are fitted to timings on an H200
+(docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ _TORCH_ROWS_NARROW, _TORCH_ROWS_WIDE = 256, 512
 """Up to where torch's product may be the quicker way: the narrower a model, the larger a part of the whole is a pass
 over its products."""
 _FITTED_INPUTS, _FITTED_WIDTH = 1536, 8960
+_LIBRARY_ROWS = 128
+"""Of its usual tile. Rows that a tile has too many cost more than those that are there."""
+_LEAST_OF_TWO, _LEAST_OF_THREE = 177, 337
+"""Rows from which two or three such tiles are full enough."""
+_ALIGNED = 8
+"""What is copied in tiles has rows that begin at multiples of 16 bytes."""
 
 
 class Tiles(NamedTuple):
@@ -28,6 +35,21 @@ class Tiles(NamedTuple):
     """Whether the weights are the left operand of the product and the rows the right one."""
     together: int
     """Tiles of rows that are computed side by side, so that they find their weights in the cache."""
+
+
+class LibraryTiles(NamedTuple):
+    rows: int
+    columns: int
+    """Of gate and up together."""
+    in_turns: bool
+    """Whether two groups of warps have a tile each, and one multiplies while the other writes."""
+    cluster: tuple[int, int]
+    """Tiles, along rows and columns, that share what they read."""
+
+
+_HALF = LibraryTiles(64, 192, True, (2, 1))
+_USUAL = LibraryTiles(_LIBRARY_ROWS, 192, True, (2, 1))
+_WIDE = LibraryTiles(_LIBRARY_ROWS, 224, False, (1, 1))
 
 
 class _Way(NamedTuple):
@@ -52,13 +74,26 @@ _WAYS = (
 )
 
 
+def choose_library_tiles(num_rows: int, num_inputs: int, width: int) -> LibraryTiles | None:
+    """None: another way is quicker, or the only one."""
+    if num_inputs % _ALIGNED or width % _ALIGNED or num_rows <= _FEW_ROWS:
+        return None
+    match -(-num_rows // _LIBRARY_ROWS):
+        case 1:
+            return _HALF
+        case 2:
+            return _USUAL if num_rows >= _LEAST_OF_TWO else None
+        case 3:
+            return _WIDE if num_rows >= _LEAST_OF_THREE else None
+    return _USUAL
+
+
 def choose_tiles(
     num_rows: int, num_inputs: int, width: int, *, keep: bool, num_multiprocessors: int
 ) -> Tiles | None:
     """None: torch's product is the quicker way, or the only one. With ``keep`` the kernel is used for any number of
     rows: those of a training step are many."""
-    # What is copied in tiles has rows that begin at multiples of 16 bytes.
-    if num_inputs % 8:
+    if num_inputs % _ALIGNED:
         return None
     narrow = num_inputs <= _NARROW_INPUTS
     if num_rows <= _FEW_ROWS:

@@ -116,7 +116,7 @@ def is_hooked(module: nn.Module) -> bool:
 def _product(
     x_TI: torch.Tensor, gate_WI: torch.Tensor, up_WI: torch.Tensor, whole_OI: torch.Tensor | None, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[T, W], and with ``keep`` both products, [T, O]."""
+    """[T, W], and with ``keep`` both products in pairs, [T, O]."""
     if whole_OI is not None:
         check_memory(whole_OI, (gate_WI, up_WI))
     if x_TI.is_cuda:
@@ -125,7 +125,7 @@ def _product(
         return gated_product(x_TI.contiguous(), GatedWeights(gate_WI, up_WI, whole_OI), keep=keep)
     gate_TW, up_TW = (float_product(x_TI, weight) for weight in (gate_WI, up_WI))
     inner_TW = (F.silu(gate_TW) * up_TW).to(x_TI.dtype)
-    return inner_TW, torch.cat((gate_TW, up_TW), -1).to(x_TI.dtype) if keep else None
+    return inner_TW, torch.stack((gate_TW, up_TW), -1).flatten(-2).to(x_TI.dtype) if keep else None
 
 
 @torch.library.custom_op("headrace::gated_product", mutates_args=())
@@ -161,12 +161,12 @@ def _(
 
 @torch.library.custom_op("headrace::gate_gradients", mutates_args=())
 def _gate_gradients(grad: torch.Tensor, products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of both products, and what was made of them once more."""
+    """Of both products, all of the gate's before all of the others, and what was made of them once more."""
     if grad.is_cuda:
         from headrace.kernels.gated import gate_gradients
 
         return gate_gradients(grad.contiguous(), products)
-    (gate_TW, up_TW), grad_TW = products.float().chunk(2, -1), grad.float()
+    (gate_TW, up_TW), grad_TW = products.float().unflatten(-1, (-1, 2)).unbind(-1), grad.float()
     sigmoid_TW = gate_TW.sigmoid()
     silu_TW = gate_TW * sigmoid_TW
     of_gate_TW = grad_TW * up_TW * (sigmoid_TW + silu_TW * (1.0 - sigmoid_TW))

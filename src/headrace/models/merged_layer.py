@@ -44,6 +44,8 @@ class _Parts(NamedTuple):
     """Its own, for heads that go through norms before; None: they do not, and attention rotates them."""
     is_gated: bool
     """Whether its feed-forward is nothing but a forward of ``gated_layer``."""
+    arrived: torch.Tensor | None
+    """Counters for products that are split over a GPU; all layers have the same, since passes follow one another."""
 
 
 def merge_layers(model: PreTrainedModel, options: Sequence[LayerOptions]) -> int:
@@ -54,11 +56,11 @@ def merge_layers(model: PreTrainedModel, options: Sequence[LayerOptions]) -> int
     layers = list(getattr(base, "layers", ()))
     if residual_dtype(model) != torch.float32 or angles is None or len(layers) != len(options):
         return 0
-    merged = 0
+    merged, arrived = 0, _counters(model.device)
     for layer, asked in zip(layers, options, strict=True):
         if is_usual(layer) and 2 * angles.numel() == layer.self_attn.head_dim:
             rotate = _rotation(layer.self_attn) if _how_it_attends(layer.self_attn) == _NORMALISING else None
-            layer.known_parts = _Parts(asked, rotate, _is_bare_gated(layer.mlp))
+            layer.known_parts = _Parts(asked, rotate, _is_bare_gated(layer.mlp), arrived)
             layer.forward = MethodType(merged_forward, layer)
             merged += 1
     return merged
@@ -86,13 +88,14 @@ def merged_forward(
 ) -> torch.Tensor:
     """The forward of a layer that ``is_usual``; changes ``hidden_states`` and returns it."""
     x = layer.input_layernorm(hidden_states)
-    _add_product(hidden_states, layer.self_attn.o_proj, _attended(layer, x, position_embeddings))
+    arrived = layer.known_parts.arrived
+    _add_product(hidden_states, layer.self_attn.o_proj, _attended(layer, x, position_embeddings), arrived)
     x = layer.post_attention_layernorm(hidden_states)
     inner = gated_values(layer.mlp, x) if layer.known_parts.is_gated else None
     if inner is None:
         hidden_states.add_(layer.mlp(x))
     else:
-        _add_product(hidden_states, layer.mlp.down_proj, inner)
+        _add_product(hidden_states, layer.mlp.down_proj, inner, arrived)
     return hidden_states
 
 
@@ -115,28 +118,46 @@ def _attended(layer: Any, x: torch.Tensor, angles: tuple[Any, Any]) -> torch.Ten
     return made.reshape(*x.shape[:-1], -1)
 
 
-def _add_product(total: torch.Tensor, linear: nn.Module, x: torch.Tensor) -> None:
+def _add_product(
+    total: torch.Tensor, linear: nn.Module, x: torch.Tensor, arrived: torch.Tensor | None
+) -> None:
     if type(linear) is nn.Linear and linear.bias is None:
-        torch.ops.headrace.add_product(total, x, linear.weight)
+        torch.ops.headrace.add_product(total, x, linear.weight, arrived)
     else:
         total.add_(linear(x))
 
 
 @torch.library.custom_op("headrace::add_product", mutates_args=("total",))
-def _add_product_in_place(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """``total`` is float32, and the product is not rounded before it is added."""
+def _add_product_in_place(
+    total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, arrived: torch.Tensor | None
+) -> None:
+    """``total`` is float32, and the product is not rounded before it is added. ``arrived`` holds zeros, before and
+    after."""
     total_TO, x_TI = total.view(-1, total.shape[-1]), x.reshape(-1, x.shape[-1])
     if weight.dtype == torch.float32:
         total_TO.addmm_(x_TI, weight.t())
     elif total.is_cuda:
-        torch.addmm(total_TO, x_TI, weight.t(), out_dtype=torch.float32, out=total_TO)
+        from headrace.kernels.added_product import add_product, is_quick
+
+        if arrived is not None and is_quick(x_TI, weight):
+            add_product(total_TO, x_TI.contiguous(), weight, arrived)
+        else:
+            torch.addmm(total_TO, x_TI, weight.t(), out_dtype=torch.float32, out=total_TO)
     else:
         total_TO.add_(float_product(x_TI, weight))
 
 
 @_add_product_in_place.register_fake
-def _(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+def _(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, arrived: torch.Tensor | None) -> None:
     return None
+
+
+def _counters(device: torch.device) -> torch.Tensor | None:
+    if device.type != "cuda":
+        return None
+    from headrace.kernels.added_product import MOST_TILES
+
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 def _part_of_layer(name: str, *given: Told, **named: Any) -> Any:

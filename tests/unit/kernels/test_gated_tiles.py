@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.kernels.gated_tiles import choose_tiles
+from headrace.kernels.gated_tiles import choose_library_tiles, choose_tiles
 
 # Inputs and inner width of Qwen2 0.5B, 1.5B and 7B.
 SMALL, MIDDLE, LARGE = (896, 4864), (1536, 8960), (3584, 18944)
@@ -58,3 +58,21 @@ def test_what_is_trained_with_has_one_form():
 
 def test_rows_that_are_no_whole_tiles_of_memory_are_torchs():
     assert all(chosen(num_rows, (1001, 4096), keep=True) is None for num_rows in (1, 100, 1000))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "tile"),
+    [
+        (64, None), (65, (64, 192)), (128, (64, 192)), (129, None), (176, None), (177, (128, 192)), (256, (128, 192)),
+        (257, None), (336, None), (337, (128, 224)), (384, (128, 224)), (385, (128, 192)), (9000, (128, 192)),
+    ],
+)  # fmt: skip
+def test_the_library_is_given_rows_that_fill_its_tiles(num_rows, tile):
+    for shape in (SMALL, MIDDLE, LARGE):
+        tiles = choose_library_tiles(num_rows, *shape)
+        assert (None if tiles is None else (tiles.rows, tiles.columns)) == tile
+
+
+def test_the_library_is_given_whole_tiles_of_memory():
+    assert choose_library_tiles(512, 1001, 4096) is None
+    assert choose_library_tiles(512, 1024, 4100) is None

@@ -1,0 +1,24 @@
+"""What kernels ask of the chip they run on."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+HOPPER = 9
+
+
+class Chip(NamedTuple):
+    generation: int
+    """The first number of its compute capability; 0: kernels are interpreted."""
+    num_multiprocessors: int
+
+
+@cache
+def chip(device: torch.device) -> Chip:
+    if device.type != "cuda":
+        return Chip(0, 8)
+    facts = torch.cuda.get_device_properties(device)
+    return Chip(facts.major, facts.multi_processor_count)

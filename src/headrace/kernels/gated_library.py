@@ -1,0 +1,90 @@
+"""The gated product by quack's kernel for Hopper, where that package is installed (the extra ``flash``).
+
+In: dense rows, the weights of gate and up one behind the other in one matrix, and tiles. Out: as of ``gated``. A kernel
+is compiled when its tiles are first used, for any number of rows and widths, and kept on disk.
+
+What is called is nothing that the package promises to keep, so other versions than the one of the extra are left alone.
+
+Shape legend: T rows, I inputs, W inner width, O = 2 W.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from headrace.errors import ModelError
+from headrace.kernels.gated_tiles import LibraryTiles
+
+_PACKAGE, _VERSION = "quack-kernels", "0.6.5"
+_INNER = "mAuxOut"
+"""What the package calls the values that are made of both products."""
+
+
+@cache
+def is_installed() -> bool:
+    try:
+        return metadata.version(_PACKAGE) == _VERSION
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def library_product(
+    x_TI: torch.Tensor, whole_OI: torch.Tensor, tiles: LibraryTiles, *, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[T, W], and with ``keep`` both products in pairs, [T, O]."""
+    num_rows, width = x_TI.shape[0], whole_OI.shape[0] // 2
+    inner_TW = x_TI.new_empty((num_rows, width))
+    products_TO = x_TI.new_empty((num_rows, 2 * width)) if keep else None
+    _launcher(x_TI.device, tiles, keep)(x_TI, whole_OI, products_TO, inner_TW)
+    return inner_TW, products_TO
+
+
+class _Library(NamedTuple):
+    product: Any
+    """Of two matrices, with what is made of each pair of sums."""
+    launch: Callable[..., None]
+    """A product once more, by what its first call has prepared."""
+
+
+@cache
+def _library() -> _Library:
+    os.environ.setdefault("QUACK_CACHE_DIR", str(Path.home() / ".cache" / "headrace" / "quack"))
+    try:
+        make = import_module("quack.epilogue.library").linear_act_mod
+        launch = import_module("quack.gemm_runtime.host").run_gemm_epi_plan
+        product = make("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=False)
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise ModelError(
+            f"gated layers: {_PACKAGE} {_VERSION} is installed and cannot be used ({error}); install Headrace's extra "
+            f"flash anew, or uninstall {_PACKAGE} to use kernels that are slower with many rows"
+        ) from error
+    return _Library(product, launch)
+
+
+@cache
+def _launcher(device: torch.device, tiles: LibraryTiles, keep: bool) -> Callable[..., None]:
+    """Prepares at its first call, which also computes. What is prepared serves all numbers of rows, inputs and
+    columns; the package would prepare, and remember, each anew."""
+    library = _library()
+    prepared: Any = None
+
+    def launch(
+        x_TI: torch.Tensor, whole_OI: torch.Tensor, products_TO: torch.Tensor | None, inner_TW: torch.Tensor
+    ) -> None:
+        nonlocal prepared
+        if prepared is not None:
+            library.launch(prepared, x_TI, whole_OI, products_TO, None, {_INNER: inner_TW})
+            return
+        prepared = library.product.gemm(
+            x_TI, whole_OI, products_TO, epi_args={_INNER: inner_TW}, tile_M=tiles.rows, tile_N=tiles.columns,
+            cluster_M=tiles.cluster[0], cluster_N=tiles.cluster[1], pingpong=tiles.in_turns, concat_layout=("B",),
+        )  # fmt: skip
+
+    return launch

@@ -1,0 +1,32 @@
+"""Products added to a running sum against float64, whatever the edges of their tiles cut off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import DEVICE, HALF, require_kernels
+
+require_kernels()
+
+from headrace.kernels.added_product import MOST_TILES, add_product  # noqa: E402
+
+
+# One part, several, more than there are steps for, and edges within a tile on every side.
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(128, 512), (1024, 128), (384, 64), (520, 200)])
+@pytest.mark.parametrize("num_rows", [1, 16, 19, 32])
+def test_a_product_is_added_unrounded_and_the_counters_are_zero_again(num_rows, num_inputs, num_outputs):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((num_rows, num_inputs), generator=generator).to(HALF)
+    weight = (torch.randn((num_outputs, num_inputs), generator=generator) * num_inputs**-0.5).to(HALF)
+    total = torch.randn((num_rows, num_outputs), generator=generator)
+    expected = total.double() + x.double() @ weight.double().T
+    arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=DEVICE)
+    # What lies behind the sum is nobody's to change.
+    memory = torch.full((num_rows + 1, num_outputs), 7.0, device=DEVICE)
+    memory[:num_rows] = total.to(DEVICE)
+    for _ in range(2):
+        memory[:num_rows] = total.to(DEVICE)
+        add_product(memory[:num_rows], x.to(DEVICE), weight.to(DEVICE), arrived)
+        # Were it rounded on its way, it would be 1e-4 of float16 and 1e-3 of bfloat16.
+        assert (memory[:num_rows].cpu().double() - expected).norm() / expected.norm() < 2e-6
+        assert not arrived.any() and bool((memory[num_rows] == 7.0).all())
