@@ -87,7 +87,7 @@ def _machine() -> Iterator[Finding]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield Finding(check="accelerators", verdict="ok", detail=", ".join(gpus) or "none: the CPU path is used")
     if gpus:
-        yield _attention()
+        yield from _kernels()
     root = segment_root()
     free = shutil.disk_usage(root).free
     yield Finding(
@@ -98,17 +98,25 @@ def _machine() -> Iterator[Finding]:
     )
 
 
-def _attention() -> Finding:
+def _kernels() -> Iterator[Finding]:
     import torch
 
-    from headrace.models.flash import kernels_in_use
+    from headrace.kernels import gated_library
+    from headrace.models import flash
 
+    device = torch.device("cuda", 0)
+    trained = f"heads of size {_USUAL_HEAD_SIZE} are trained"
+    yield _computed_by("attention", trained, lambda: flash.kernels_in_use(device, _USUAL_HEAD_SIZE))
+    yield _computed_by(
+        "gated layers", "those with many rows are computed", lambda: gated_library.kernels_in_use(device)
+    )
+
+
+def _computed_by(check: str, what: str, kernels_in_use: Callable[[], str]) -> Finding:
     try:
-        kernels = kernels_in_use(torch.device("cuda", 0), _USUAL_HEAD_SIZE)
+        return Finding(check=check, verdict="ok", detail=f"{what} by the kernels of {kernels_in_use()}")
     except HeadraceError as error:
-        return Finding(check="attention", verdict="fail", detail=str(error))
-    trained = f"heads of size {_USUAL_HEAD_SIZE} are trained by the kernels of {kernels}"
-    return Finding(check="attention", verdict="ok", detail=trained)
+        return Finding(check=check, verdict="fail", detail=str(error))
 
 
 def _model(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:

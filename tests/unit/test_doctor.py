@@ -7,6 +7,7 @@ import torch
 from headrace import demo, doctor
 from headrace.config import from_dict
 from headrace.errors import ModelError
+from headrace.kernels import gated_library
 from headrace.models import flash
 
 
@@ -83,8 +84,10 @@ def test_kernels_that_cannot_be_used_do_not_stop_the_other_checks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(flash, "kernels_in_use", lambda device, size: f"its maker, for {size} on {device}")
-    (finding,) = [finding for finding in doctor.examine(None) if finding.check == "attention"]
-    assert finding.detail == "heads of size 128 are trained by the kernels of its maker, for 128 on cuda:0"
+    monkeypatch.setattr(gated_library, "kernels_in_use", lambda device: f"another, on {device}")
+    told = {finding.check: finding.detail for finding in doctor.examine(None)}
+    assert told["attention"] == "heads of size 128 are trained by the kernels of its maker, for 128 on cuda:0"
+    assert told["gated layers"] == "those with many rows are computed by the kernels of another, on cuda:0"
 
     def broken(*_):
         raise ModelError("attention: it cannot be imported; install it anew")
@@ -93,4 +96,4 @@ def test_kernels_that_cannot_be_used_do_not_stop_the_other_checks(monkeypatch):
     findings = doctor.examine(None)
     (finding,) = [finding for finding in findings if finding.check == "attention"]
     assert finding.verdict == "fail" and finding.detail.endswith("install it anew")
-    assert findings[-1].check == "shared memory"
+    assert [finding.check for finding in findings[-2:]] == ["gated layers", "shared memory"]

@@ -27,7 +27,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from headrace.bench.shapes import SHAPES, create_random_model, shape_config
 from headrace.bench.step_workload import StepWorkload
 from headrace.data.packing import PackedRow, pack
-from headrace.models.flash import kernels_in_use
+from headrace.kernels import gated_library
+from headrace.models import flash
 from headrace.models.joined_linear import JoinedLinear
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.blocks import decoder_layers
@@ -86,7 +87,8 @@ def run(
     return {
         "shape": shape,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "attention": kernels_in_use(torch.device(device), head_size(shape_config(shape))),
+        "attention": flash.kernels_in_use(torch.device(device), head_size(shape_config(shape))),
+        "gated_layers": gated_library.kernels_in_use(torch.device(device)),
         "matmul_tflops": rate / 1e12,
         "repeats": repeats,
         **asdict(workload),

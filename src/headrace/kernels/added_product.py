@@ -23,6 +23,8 @@ from headrace.kernels.states import is_last
 MOST_TILES = 512
 """Of outputs; so many counters serve every product."""
 _MOST_ROWS = 32
+_LEAST_OUTPUTS = 2048
+"""Below, torch's product is quicker."""
 _OUTPUTS, _INPUTS = 64, 128
 """Of a tile."""
 _NUM_WARPS, _NUM_STAGES = 4, 6
@@ -39,7 +41,7 @@ def is_quick(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
         and x_TI.dtype == weight_OI.dtype == torch.bfloat16
         and 0 < x_TI.shape[0] <= _MOST_ROWS
         and x_TI.shape[1] % _ALIGNED == 0
-        and weight_OI.shape[0] <= MOST_TILES * _OUTPUTS
+        and _LEAST_OUTPUTS <= weight_OI.shape[0] <= MOST_TILES * _OUTPUTS
         and weight_OI.is_contiguous()
         and chip(x_TI.device).generation == HOPPER
     )
@@ -56,7 +58,8 @@ def add_product(
     sums = total_TO.new_empty(num_tiles * num_parts * rows * _OUTPUTS)
     _add_product[(num_tiles, num_parts)](
         _in_tiles(x_TI, rows), _in_tiles(weight_OI, _OUTPUTS), total_TO, sums, arrived,
-        num_rows, num_outputs, num_steps, M=rows, N=_OUTPUTS, K=_INPUTS, num_warps=_NUM_WARPS, num_stages=_NUM_STAGES,
+        num_rows, num_outputs, num_steps, PARTS=num_parts, M=rows, N=_OUTPUTS, K=_INPUTS,
+        num_warps=_NUM_WARPS, num_stages=_NUM_STAGES,
     )  # fmt: skip
 
 
@@ -68,21 +71,21 @@ def _in_tiles(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
 @triton.jit(do_not_specialize=["num_rows", "num_steps"])
 def _add_product(
     x, weight, total, sums, arrived, num_rows, num_outputs, num_steps,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """``x`` and ``weight`` hand out tiles, zeros beyond their edges."""
-    tile, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    tile, part = tl.program_id(0), tl.program_id(1)
     sum_NM = tl.zeros([N, M], tl.float32)
-    for step in range(part * num_steps // num_parts, (part + 1) * num_steps // num_parts):
+    for step in range(part * num_steps // PARTS, (part + 1) * num_steps // PARTS):
         weight_NK = weight.load([tile * N, step * K])
         sum_NM = tl.dot(weight_NK, x.load([0, step * K]).T, sum_NM)
-    if num_parts > 1:
-        place_NM = sums + tile * num_parts * (N * M) + tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
+    if PARTS > 1:
+        place_NM = sums + tile * PARTS * (N * M) + tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
         tl.store(place_NM + part * (N * M), sum_NM)
-        if not is_last(arrived + tile, num_parts):
+        if not is_last(arrived + tile, PARTS):
             return
         sum_NM = tl.zeros([N, M], tl.float32)
-        for other in range(num_parts):
+        for other in tl.static_range(PARTS):
             # Past the cache that only this multiprocessor sees.
             sum_NM += tl.load(place_NM + other * (N * M), cache_modifier=".cg")
     row_M1, output_1N = tl.arange(0, M)[:, None], (tile * N + tl.arange(0, N))[None, :]

@@ -11,7 +11,9 @@ Shape legend: T rows, I inputs, W inner width, O = 2 W.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headrace.errors import ModelError
+from headrace.kernels.chip import HOPPER, chip
 from headrace.kernels.gated_tiles import LibraryTiles
 
 _PACKAGE, _VERSION = "quack-kernels", "0.6.5"
@@ -33,6 +36,14 @@ def is_installed() -> bool:
         return metadata.version(_PACKAGE) == _VERSION
     except metadata.PackageNotFoundError:
         return False
+
+
+def kernels_in_use(device: torch.device) -> str:
+    """Name and version of what computes many rows of gated layers on a GPU."""
+    if chip(device).generation != HOPPER or not is_installed():
+        return f"torch {torch.__version__} and Triton"
+    _library()
+    return f"{_PACKAGE} {_VERSION}"
 
 
 def library_product(
@@ -57,9 +68,10 @@ class _Library(NamedTuple):
 def _library() -> _Library:
     os.environ.setdefault("QUACK_CACHE_DIR", str(Path.home() / ".cache" / "headrace" / "quack"))
     try:
-        make = import_module("quack.epilogue.library").linear_act_mod
-        launch = import_module("quack.gemm_runtime.host").run_gemm_epi_plan
-        product = make("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=False)
+        with _no_deprecations():
+            make = import_module("quack.epilogue.library").linear_act_mod
+            launch = import_module("quack.gemm_runtime.host").run_gemm_epi_plan
+            product = make("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=False)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise ModelError(
             f"gated layers: {_PACKAGE} {_VERSION} is installed and cannot be used ({error}); install Headrace's extra "
@@ -82,9 +94,19 @@ def _launcher(device: torch.device, tiles: LibraryTiles, keep: bool) -> Callable
         if prepared is not None:
             library.launch(prepared, x_TI, whole_OI, products_TO, None, {_INNER: inner_TW})
             return
-        prepared = library.product.gemm(
-            x_TI, whole_OI, products_TO, epi_args={_INNER: inner_TW}, tile_M=tiles.rows, tile_N=tiles.columns,
-            cluster_M=tiles.cluster[0], cluster_N=tiles.cluster[1], pingpong=tiles.in_turns, concat_layout=("B",),
-        )  # fmt: skip
+        with _no_deprecations():
+            prepared = library.product.gemm(
+                x_TI, whole_OI, products_TO, epi_args={_INNER: inner_TW}, tile_M=tiles.rows, tile_N=tiles.columns,
+                cluster_M=tiles.cluster[0], cluster_N=tiles.cluster[1], pingpong=tiles.in_turns,
+                concat_layout=("B",),
+            )  # fmt: skip
 
     return launch
+
+
+@contextmanager
+def _no_deprecations() -> Iterator[None]:
+    """Around what the package does itself with CUTLASS, nothing of which is a user's to change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
