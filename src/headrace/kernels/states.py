@@ -133,5 +133,5 @@ def write_lines(out_at_L, there_L, total_L, sum_LE, E: tl.constexpr, E_PAD: tl.c
     """The weighted means that a state stands for, to where the output of each line begins."""
     dims_E = tl.arange(0, E_PAD)
     # A padding row has seen nothing: its sum is zero and so is what is written.
-    made_LE = sum_LE / tl.where(total_L > 0.0, total_L, 1.0)[:, None]
+    made_LE = sum_LE * (1.0 / tl.where(total_L > 0.0, total_L, 1.0))[:, None]
     tl.store(out_at_L[:, None] + dims_E[None, :], made_LE, mask=there_L[:, None] & (dims_E < E)[None, :])

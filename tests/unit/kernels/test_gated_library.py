@@ -1,0 +1,79 @@
+"""The library's gated product: which versions are used, what is prepared, what is said when it breaks."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headrace.errors import ModelError
+from headrace.kernels import gated_library
+from headrace.kernels.gated_tiles import LibraryTiles
+
+TILES = LibraryTiles(128, 192, True, (2, 1))
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    cached = (gated_library.is_installed, gated_library._library, gated_library._launcher)
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+class Recorded:
+    """Stands in for the package: what it was given, and that it was prepared by the first call alone."""
+
+    def __init__(self) -> None:
+        self.prepared, self.launched = [], []
+
+    def modules(self, name: str) -> SimpleNamespace:
+        if name == "quack.epilogue.library":
+            return SimpleNamespace(linear_act_mod=lambda activation, **_: SimpleNamespace(gemm=self.gemm))
+        assert name == "quack.gemm_runtime.host"
+        return SimpleNamespace(run_gemm_epi_plan=lambda *given: self.launched.append(given))
+
+    def gemm(self, x, whole, products, **chosen):
+        self.prepared.append((x.shape[0], products is not None, chosen))
+        return f"plan {len(self.prepared)}"
+
+
+@pytest.mark.parametrize(("version", "used"), [("0.6.5", True), ("0.6.6", False), (None, False)])
+def test_one_version_is_used_and_others_are_left_alone(monkeypatch, version, used):
+    def asked(_name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(gated_library.metadata, "version", asked)
+    assert gated_library.is_installed() == used
+
+
+def test_a_broken_package_is_named_with_what_to_do(monkeypatch):
+    def broken(_name: str):
+        raise ImportError("libcute.so: no such file")
+
+    monkeypatch.setattr(gated_library, "import_module", broken)
+    x, whole = torch.zeros(2, 8), torch.zeros(16, 8)
+    with pytest.raises(
+        ModelError, match=r"libcute.so.*install Headrace's extra flash anew, or uninstall quack"
+    ):
+        gated_library.library_product(x, whole, TILES, keep=False)
+
+
+def test_a_product_is_prepared_once_for_all_numbers_of_rows(monkeypatch):
+    package = Recorded()
+    monkeypatch.setattr(gated_library, "import_module", package.modules)
+    whole = torch.zeros(16, 8)
+    for num_rows in (2, 3, 4):
+        inner, kept = gated_library.library_product(torch.zeros(num_rows, 8), whole, TILES, keep=False)
+        assert inner.shape == (num_rows, 8) and kept is None
+    _, kept = gated_library.library_product(torch.zeros(5, 8), whole, TILES, keep=True)
+    assert kept is not None and kept.shape == (5, 16)
+    assert [(rows, keep) for rows, keep, _ in package.prepared] == [(2, False), (5, True)]
+    chosen = package.prepared[0][2]
+    assert (chosen["tile_M"], chosen["tile_N"], chosen["pingpong"]) == (128, 192, True)
+    assert (chosen["cluster_M"], chosen["cluster_N"], chosen["concat_layout"]) == (2, 1, ("B",))
+    assert [(given[0], given[1].shape[0]) for given in package.launched] == [("plan 1", 3), ("plan 1", 4)]
