@@ -111,7 +111,7 @@ def _by_torch(
         wide = _one([torch.mm(rows, matrix.t(), out_dtype=torch.float32) for matrix in matrices], dim=1)
         inner.append(gate(wide, x_TI.dtype))
         if keep:
-            products.append(in_pairs(wide).to(x_TI.dtype))
+            products.append(in_pairs(wide.to(x_TI.dtype)))
     return _one(inner), _one(products) if keep else None
 
 

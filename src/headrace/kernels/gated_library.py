@@ -10,7 +10,7 @@ Shape legend: T rows, I inputs, W inner width, O = 2 W.
 
 from __future__ import annotations
 
-import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ def is_installed() -> bool:
 def kernels_in_use(device: torch.device) -> str:
     """Name and version of what computes many rows of gated layers on a GPU."""
     if chip(device).generation != HOPPER or not is_installed():
-        return f"torch {torch.__version__} and Triton"
+        return f"torch {torch.__version__}" + (" and Triton" if device.type == "cuda" else "")
     _library()
     return f"{_PACKAGE} {_VERSION}"
 
@@ -53,7 +53,7 @@ def library_product(
     num_rows, width = x_TI.shape[0], whole_OI.shape[0] // 2
     inner_TW = x_TI.new_empty((num_rows, width))
     products_TO = x_TI.new_empty((num_rows, 2 * width)) if keep else None
-    _launcher(x_TI.device, tiles, keep)(x_TI, whole_OI, products_TO, inner_TW)
+    _launcher(x_TI.device, x_TI.dtype, tiles, keep)(x_TI, whole_OI, products_TO, inner_TW)
     return inner_TW, products_TO
 
 
@@ -66,22 +66,19 @@ class _Library(NamedTuple):
 
 @cache
 def _library() -> _Library:
-    os.environ.setdefault("QUACK_CACHE_DIR", str(Path.home() / ".cache" / "headrace" / "quack"))
-    try:
-        with _no_deprecations():
-            make = import_module("quack.epilogue.library").linear_act_mod
-            launch = import_module("quack.gemm_runtime.host").run_gemm_epi_plan
-            product = make("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=False)
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        raise ModelError(
-            f"gated layers: {_PACKAGE} {_VERSION} is installed and cannot be used ({error}); install Headrace's extra "
-            f"flash anew, or uninstall {_PACKAGE} to use kernels that are slower with many rows"
-        ) from error
-    return _Library(product, launch)
+    with _at_work():
+        kernels: Any = import_module("quack.cache")
+        # Not by its variable of the environment: others may have imported the package before.
+        kernels.CACHE_DIR = kernels.CACHE_DIR or str(Path.home() / ".cache" / "headrace" / "quack")
+        make = import_module("quack.epilogue.library").linear_act_mod
+        launch = import_module("quack.gemm_runtime.host").run_gemm_epi_plan
+        return _Library(make("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=False), launch)
 
 
 @cache
-def _launcher(device: torch.device, tiles: LibraryTiles, keep: bool) -> Callable[..., None]:
+def _launcher(
+    device: torch.device, dtype: torch.dtype, tiles: LibraryTiles, keep: bool
+) -> Callable[..., None]:
     """Prepares at its first call, which also computes. What is prepared serves all numbers of rows, inputs and
     columns; the package would prepare, and remember, each anew."""
     library = _library()
@@ -94,7 +91,7 @@ def _launcher(device: torch.device, tiles: LibraryTiles, keep: bool) -> Callable
         if prepared is not None:
             library.launch(prepared, x_TI, whole_OI, products_TO, None, {_INNER: inner_TW})
             return
-        with _no_deprecations():
+        with _at_work():
             prepared = library.product.gemm(
                 x_TI, whole_OI, products_TO, epi_args={_INNER: inner_TW}, tile_M=tiles.rows, tile_N=tiles.columns,
                 cluster_M=tiles.cluster[0], cluster_N=tiles.cluster[1], pingpong=tiles.in_turns,
@@ -104,9 +101,19 @@ def _launcher(device: torch.device, tiles: LibraryTiles, keep: bool) -> Callable
     return launch
 
 
+_lock = threading.Lock()
+
+
 @contextmanager
-def _no_deprecations() -> Iterator[None]:
-    """Around what the package does itself with CUTLASS, nothing of which is a user's to change."""
-    with warnings.catch_warnings():
+def _at_work() -> Iterator[None]:
+    """Around what the package imports and compiles: one thread at a time, since filters of warnings are everybody's;
+    without what it is told about its own use of CUTLASS; and whatever fails says what to do."""
+    with _lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        yield
+        try:
+            yield
+        except Exception as error:
+            raise ModelError(
+                f"gated layers: {_PACKAGE} {_VERSION} is installed and cannot be used ({error!r}); install Headrace's "
+                f"extra flash anew, or uninstall {_PACKAGE} to use kernels that are slower with many rows"
+            ) from error

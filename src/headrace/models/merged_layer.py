@@ -131,15 +131,15 @@ def _add_product(
 def _add_product_in_place(
     total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, arrived: torch.Tensor | None
 ) -> None:
-    """``total`` is float32, and the product is not rounded before it is added. ``arrived`` holds zeros, before and
-    after."""
+    """``total`` is float32, and the product is not rounded before it is added. ``arrived`` holds zeros before and
+    after, so to a compiler it does not change; what orders two calls is the sum they share."""
     total_TO, x_TI = total.view(-1, total.shape[-1]), x.reshape(-1, x.shape[-1])
     if weight.dtype == torch.float32:
         total_TO.addmm_(x_TI, weight.t())
     elif total.is_cuda:
         from headrace.kernels.added_product import add_product, is_quick
 
-        if arrived is not None and is_quick(x_TI, weight):
+        if arrived is not None and total_TO.is_contiguous() and is_quick(x_TI, weight):
             add_product(total_TO, x_TI.contiguous(), weight, arrived)
         else:
             torch.addmm(total_TO, x_TI, weight.t(), out_dtype=torch.float32, out=total_TO)

@@ -8,7 +8,7 @@ from kernel_cases import DEVICE, HALF, require_kernels
 
 require_kernels()
 
-from headrace.kernels.added_product import MOST_TILES, add_product  # noqa: E402
+from headrace.kernels.added_product import MOST_TILES, add_product, parts_of  # noqa: E402
 
 
 # One part, several, more than there are steps for, and edges within a tile on every side.
@@ -21,12 +21,26 @@ def test_a_product_is_added_unrounded_and_the_counters_are_zero_again(num_rows, 
     total = torch.randn((num_rows, num_outputs), generator=generator)
     expected = total.double() + x.double() @ weight.double().T
     arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=DEVICE)
-    # What lies behind the sum is nobody's to change.
-    memory = torch.full((num_rows + 1, num_outputs), 7.0, device=DEVICE)
-    memory[:num_rows] = total.to(DEVICE)
+    # What lies behind the sum is nobody's to change: not even zeros are added, which a negative zero would show.
+    memory = torch.full((num_rows + 1, num_outputs), -0.0, device=DEVICE)
     for _ in range(2):
         memory[:num_rows] = total.to(DEVICE)
         add_product(memory[:num_rows], x.to(DEVICE), weight.to(DEVICE), arrived)
         # Were it rounded on its way, it would be 1e-4 of float16 and 1e-3 of bfloat16.
         assert (memory[:num_rows].cpu().double() - expected).norm() / expected.norm() < 2e-6
-        assert not arrived.any() and bool((memory[num_rows] == 7.0).all())
+        assert not arrived.any() and bool(memory[num_rows].signbit().all())
+
+
+# Of 7B's two products, 1.5B's, and of more tiles than multiprocessors.
+@pytest.mark.parametrize(
+    ("num_tiles", "num_steps", "parts"), [(56, 148, 2), (56, 28, 2), (24, 70, 5), (14, 7, 3), (200, 70, 1)]
+)
+def test_inputs_are_split_until_the_chip_is_full(num_tiles, num_steps, parts):
+    assert parts_of(num_tiles, num_steps, 132) == parts
+
+
+def test_sums_that_are_not_dense_are_refused():
+    total = torch.zeros((2, 300), device=DEVICE)[:, :200]
+    x, weight = torch.zeros((2, 64), device=DEVICE), torch.zeros((200, 64), device=DEVICE)
+    with pytest.raises(AssertionError):
+        add_product(total, x, weight, torch.zeros(MOST_TILES, dtype=torch.int32, device=DEVICE))

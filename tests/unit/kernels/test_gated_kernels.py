@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 require_kernels()
 
+from headrace.kernels import gated, gated_library  # noqa: E402
+from headrace.kernels.chip import Chip  # noqa: E402
 from headrace.kernels.gated import GatedWeights, gate, gate_gradients, in_pairs, tiled_product  # noqa: E402
 from headrace.kernels.gated_tiles import Tiles  # noqa: E402
 
@@ -75,3 +77,42 @@ def test_no_rows_give_no_rows():
     assert inner.shape == (0, 64) and kept is not None and kept.shape == (0, 128)
     grads, again = gate_gradients(inner, kept)
     assert grads.shape == (0, 128) and again.shape == (0, 64) and gate(kept, HALF).shape == (0, 64)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_torchs_products_are_kept_in_pairs_too(monkeypatch, joined):
+    """As on GPUs for which there is no kernel; more rows than are multiplied at once."""
+
+    def product(a, b, *, out_dtype):
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    monkeypatch.setattr(gated.torch, "mm", product)
+    monkeypatch.setattr(gated, "_ROWS_AT_ONCE", 8)
+    x, apart, products = layer(19, 24, 40)
+    whole = torch.cat((apart.gate, apart.up))
+    inner, kept = gated._by_torch(x, apart._replace(whole=whole if joined else None), keep=True)
+    assert relative_error(inner, made(products)) < 1.1 * one_rounding(made(products))
+    assert kept is not None and kept.is_contiguous()
+    assert relative_error(kept, in_pairs(products)) < TOLERANCE[HALF]
+
+
+@pytest.mark.parametrize(
+    ("generation", "installed", "joined", "num_rows", "who"),
+    [
+        (9, True, True, 512, "library"),
+        (9, True, False, 512, "tiles"),
+        (9, False, True, 512, "tiles"),
+        (9, True, True, 24, "tiles"),
+        (9, True, True, 144, "torch"),
+        (10, True, True, 512, "torch"),
+    ],
+)
+def test_who_computes_a_gated_product(monkeypatch, generation, installed, joined, num_rows, who):
+    monkeypatch.setattr(gated, "chip", lambda _: Chip(generation, 132))
+    monkeypatch.setattr(gated_library, "is_installed", lambda: installed)
+    monkeypatch.setattr(gated_library, "library_product", lambda *_, **__: "library")
+    monkeypatch.setattr(gated, "tiled_product", lambda *_, **__: "tiles")
+    monkeypatch.setattr(gated, "_by_torch", lambda *_, **__: "torch")
+    x, whole = torch.zeros((num_rows, 1536)), torch.zeros((2 * 8960, 1536))
+    weights = GatedWeights(*whole.split(8960), whole if joined else None)
+    assert gated.gated_product(x, weights, keep=False) == who

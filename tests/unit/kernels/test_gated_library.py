@@ -27,9 +27,11 @@ class Recorded:
     """Stands in for the package: what it was given, and that it was prepared by the first call alone."""
 
     def __init__(self) -> None:
-        self.prepared, self.launched = [], []
+        self.prepared, self.launched, self.cache = [], [], SimpleNamespace(CACHE_DIR=None)
 
     def modules(self, name: str) -> SimpleNamespace:
+        if name == "quack.cache":
+            return self.cache
         if name == "quack.epilogue.library":
             return SimpleNamespace(linear_act_mod=lambda activation, **_: SimpleNamespace(gemm=self.gemm))
         assert name == "quack.gemm_runtime.host"
@@ -63,6 +65,29 @@ def test_a_broken_package_is_named_with_what_to_do(monkeypatch):
         gated_library.library_product(x, whole, TILES, keep=False)
 
 
+def test_a_kernel_that_does_not_compile_is_named_with_what_to_do(monkeypatch):
+    package = Recorded()
+
+    def failing(*_given, **_chosen):
+        raise ValueError("no such layout")
+
+    package.gemm = failing
+    monkeypatch.setattr(gated_library, "import_module", package.modules)
+    x, whole = torch.zeros(2, 8), torch.zeros(16, 8)
+    with pytest.raises(
+        ModelError, match=r"ValueError\('no such layout'\).*install Headrace's extra flash anew"
+    ):
+        gated_library.library_product(x, whole, TILES, keep=False)
+
+
+def test_a_cache_that_was_chosen_is_kept(monkeypatch):
+    package = Recorded()
+    package.cache.CACHE_DIR = "/elsewhere"
+    monkeypatch.setattr(gated_library, "import_module", package.modules)
+    gated_library.library_product(torch.zeros(2, 8), torch.zeros(16, 8), TILES, keep=False)
+    assert package.cache.CACHE_DIR == "/elsewhere"
+
+
 def test_a_product_is_prepared_once_for_all_numbers_of_rows(monkeypatch):
     package = Recorded()
     monkeypatch.setattr(gated_library, "import_module", package.modules)
@@ -72,8 +97,10 @@ def test_a_product_is_prepared_once_for_all_numbers_of_rows(monkeypatch):
         assert inner.shape == (num_rows, 8) and kept is None
     _, kept = gated_library.library_product(torch.zeros(5, 8), whole, TILES, keep=True)
     assert kept is not None and kept.shape == (5, 16)
-    assert [(rows, keep) for rows, keep, _ in package.prepared] == [(2, False), (5, True)]
+    gated_library.library_product(torch.zeros(6, 8).half(), whole.half(), TILES, keep=True)
+    assert [(rows, keep) for rows, keep, _ in package.prepared] == [(2, False), (5, True), (6, True)]
     chosen = package.prepared[0][2]
     assert (chosen["tile_M"], chosen["tile_N"], chosen["pingpong"]) == (128, 192, True)
     assert (chosen["cluster_M"], chosen["cluster_N"], chosen["concat_layout"]) == (2, 1, ("B",))
+    assert str(package.cache.CACHE_DIR).endswith(".cache/headrace/quack")
     assert [(given[0], given[1].shape[0]) for given in package.launched] == [("plan 1", 3), ("plan 1", 4)]

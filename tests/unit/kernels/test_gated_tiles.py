@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.kernels.gated_tiles import choose_library_tiles, choose_tiles
+from headrace.kernels.gated_tiles import LibraryTiles, choose_library_tiles, choose_tiles
 
 # Inputs and inner width of Qwen2 0.5B, 1.5B and 7B.
 SMALL, MIDDLE, LARGE = (896, 4864), (1536, 8960), (3584, 18944)
@@ -74,5 +74,6 @@ def test_the_library_is_given_rows_that_fill_its_tiles(num_rows, tile):
 
 
 def test_the_library_is_given_whole_tiles_of_memory():
-    assert choose_library_tiles(512, 1001, 4096) is None
+    assert choose_library_tiles(512, 1004, 4096) is None
     assert choose_library_tiles(512, 1024, 4100) is None
+    assert choose_library_tiles(512, 1024, 4096) == LibraryTiles(128, 192, True, (2, 1))
