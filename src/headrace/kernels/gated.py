@@ -31,6 +31,8 @@ _ROWS_AT_ONCE = 4096
 """Of torch's product, whose float32 results are the largest tensors there are."""
 _COLUMNS = 1024
 """Of a program that passes over products."""
+_PAIR_WARPS = 8
+"""Of one that reads pairs: with four columns a thread none of them moves to another."""
 
 
 class GatedWeights(NamedTuple):
@@ -98,7 +100,9 @@ def gate_gradients(grad_TW: torch.Tensor, products_TO: torch.Tensor) -> tuple[to
     inner_TW, grads_TO = torch.empty_like(grad_TW), torch.empty_like(products_TO)
     if num_rows:
         grid = (num_rows, triton.cdiv(width, _COLUMNS))
-        _gate_gradients[grid](grad_TW, products_TO, grads_TO, inner_TW, W=width, N=_COLUMNS)
+        _gate_gradients[grid](
+            grad_TW, products_TO, grads_TO, inner_TW, W=width, N=_COLUMNS, num_warps=_PAIR_WARPS
+        )
     return grads_TO, inner_TW
 
 
@@ -187,8 +191,9 @@ def _gate_gradients(grad, products, grads, inner, W: tl.constexpr, N: tl.constex
     column_O = tl.program_id(1) * (2 * N) + tl.arange(0, 2 * N)
     there_N = column_N < W
     at_N, place_N = row * (2 * W) + column_N, row * W + column_N
-    pairs_O = tl.load(products + row * (2 * W) + column_O, mask=column_O < 2 * W, other=0.0).to(tl.float32)
+    pairs_O = tl.load(products + row * (2 * W) + column_O, mask=column_O < 2 * W, other=0.0)
     gate_N, up_N = tl.split(pairs_O.reshape(N, 2))
+    gate_N, up_N = gate_N.to(tl.float32), up_N.to(tl.float32)
     grad_N = tl.load(grad + place_N, mask=there_N, other=0.0).to(tl.float32)
     sigmoid_N = _sigmoid(gate_N)
     silu_N = gate_N * sigmoid_N
