@@ -88,23 +88,34 @@ def decode_kernel(
     )
 
     line_P = row * K * G + head * G + heads_P
-    num_used_parts = parts_of(prefix, num_parts)[1] if SHARED else 0
-    if num_used + num_used_parts > 1:
-        leave_state(
-            span, num_spans, line_P, real_P, top_P, total_P, sum_PE, partial_sums, partial_stats, E, E_PAD
-        )
-        if not is_last(arrived + row * K + head, num_used + num_used_parts):
-            return
-        if num_used > 1:
-            top_P, total_P, sum_PE = all_spans(
-                num_used, num_used, num_spans, line_P, real_P, partial_sums, partial_stats, E, E_PAD
-            )
-        if SHARED:
-            top_P, total_P, sum_PE = with_parts(
-                top_P, total_P, sum_PE, num_used_parts, num_parts, line_P, real_P, prefix_sums, prefix_stats,
-                E, E_PAD,
-            )  # fmt: skip
     out_at_P = out + row * out_stride_b + (head * G + heads_P) * out_stride_h
+    num_used_parts = parts_of(prefix, num_parts)[1] if SHARED else 0
+    if num_used + num_used_parts == 1:
+        write_lines(out_at_P, real_P, total_P, sum_PE, E, E_PAD)
+        return
+    leave_state(
+        span, num_spans, line_P, real_P, top_P, total_P, sum_PE, partial_sums, partial_stats, E, E_PAD
+    )
+    if not is_last(arrived + row * K + head, num_used + num_used_parts):
+        return
+    # Its own is read back too: the threads of a matrix product have other numbers than those that read a state.
+    top_P, total_P, sum_PE = all_spans(
+        num_used, num_used, num_spans, line_P, real_P, partial_sums, partial_stats, E, E_PAD
+    )
+    if SHARED:
+        top_P, total_P, sum_PE = with_parts(
+            top_P,
+            total_P,
+            sum_PE,
+            num_used_parts,
+            num_parts,
+            line_P,
+            real_P,
+            prefix_sums,
+            prefix_stats,
+            E,
+            E_PAD,
+        )
     write_lines(out_at_P, real_P, total_P, sum_PE, E, E_PAD)
 
 
