@@ -104,18 +104,8 @@ def decode_kernel(
     )
     if SHARED:
         top_P, total_P, sum_PE = with_parts(
-            top_P,
-            total_P,
-            sum_PE,
-            num_used_parts,
-            num_parts,
-            line_P,
-            real_P,
-            prefix_sums,
-            prefix_stats,
-            E,
-            E_PAD,
-        )
+            top_P, total_P, sum_PE, num_used_parts, num_parts, line_P, real_P, prefix_sums, prefix_stats, E, E_PAD,
+        )  # fmt: skip
     write_lines(out_at_P, real_P, total_P, sum_PE, E, E_PAD)
 
 
