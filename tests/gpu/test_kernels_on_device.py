@@ -329,7 +329,7 @@ def test_gated_products_in_a_graph_follow_their_inputs(hidden, width, num_rows, 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("num_rows", [65, 128, 177, 256, 384, 512, 1000, 9_001])
 @pytest.mark.parametrize(("hidden", "width"), [(896, 4864), (3584, 18944), (520, 1000)])
-def test_the_librarys_gated_products_have_the_bits_of_ours(hidden, width, num_rows, keep):
+def test_the_librarys_gated_products_have_the_sums_of_ours(hidden, width, num_rows, keep):
     from headrace.kernels import gated_library
     from headrace.kernels.gated import GatedWeights, tiled_product
     from headrace.kernels.gated_tiles import Tiles, choose_library_tiles

@@ -15,10 +15,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headrace.kernels.chip import HOPPER, chip
+from headrace.kernels.chip import ALIGNED, ALIGNED_BYTES, HOPPER, chip
 from headrace.kernels.states import is_last
+from headrace.kernels.tiled_matrix import in_tiles
 
 MOST_TILES = 512
 """Of outputs; so many counters serve every product."""
@@ -30,21 +30,18 @@ _OUTPUTS, _INPUTS = 64, 128
 _NUM_WARPS, _NUM_STAGES = 4, 6
 _LEAST_STEPS = 2
 """Of a program; fewer are not worth its own."""
-_ALIGNED, _ALIGNED_BYTES = 8, 16
-"""What is copied in tiles has rows that begin at multiples of 16 bytes."""
 
 
 def is_quick(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether ``add_product`` takes them, and is quicker than torch (docs/benchmarks.md)."""
     return (
-        x_TI.is_cuda
+        chip(x_TI.device).generation == HOPPER
         and x_TI.dtype == weight_OI.dtype == torch.bfloat16
         and 0 < x_TI.shape[0] <= _MOST_ROWS
-        and x_TI.shape[1] % _ALIGNED == 0
-        and x_TI.data_ptr() % _ALIGNED_BYTES == weight_OI.data_ptr() % _ALIGNED_BYTES == 0
+        and x_TI.shape[1] % ALIGNED == 0
+        and x_TI.data_ptr() % ALIGNED_BYTES == weight_OI.data_ptr() % ALIGNED_BYTES == 0
         and _LEAST_OUTPUTS <= weight_OI.shape[0] <= MOST_TILES * _OUTPUTS
         and weight_OI.is_contiguous()
-        and chip(x_TI.device).generation == HOPPER
     )
 
 
@@ -56,23 +53,18 @@ def add_product(
     (num_rows, num_inputs), num_outputs = x_TI.shape, weight_OI.shape[0]
     rows = max(16, triton.next_power_of_2(num_rows))
     num_tiles, num_steps = triton.cdiv(num_outputs, _OUTPUTS), triton.cdiv(num_inputs, _INPUTS)
-    num_parts = parts_of(num_tiles, num_steps, chip(x_TI.device).num_multiprocessors)
+    num_parts = parts_to_fill(num_tiles, num_steps, chip(x_TI.device).num_multiprocessors)
     sums = total_TO.new_empty(num_tiles * num_parts * rows * _OUTPUTS)
     _add_product[(num_tiles, num_parts)](
-        _in_tiles(x_TI, rows), _in_tiles(weight_OI, _OUTPUTS), total_TO, sums, arrived,
+        in_tiles(x_TI, rows, _INPUTS), in_tiles(weight_OI, _OUTPUTS, _INPUTS), total_TO, sums, arrived,
         num_rows, num_outputs, num_steps, PARTS=num_parts, M=rows, N=_OUTPUTS, K=_INPUTS,
         num_warps=_NUM_WARPS, num_stages=_NUM_STAGES,
     )  # fmt: skip
 
 
-def parts_of(num_tiles: int, num_steps: int, num_multiprocessors: int) -> int:
+def parts_to_fill(num_tiles: int, num_steps: int, num_multiprocessors: int) -> int:
     """Into how many the inputs of a tile are split: all programs run at once, and none has too little to do."""
     return max(1, min(num_multiprocessors // num_tiles, num_steps // _LEAST_STEPS))
-
-
-def _in_tiles(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
-    # A dense matrix of one row may call its strides anything.
-    return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, _INPUTS])
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_steps"])

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 
 HOPPER = 9
+ALIGNED, ALIGNED_BYTES = 8, 16
+"""What is copied in whole tiles has rows that begin at multiples of 16 bytes: so many numbers of 16 bits."""
 
 
 class Chip(NamedTuple):

@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels import gated_library
 from headrace.kernels.chip import HOPPER, chip
 from headrace.kernels.gated_tiles import Tiles, choose_library_tiles, choose_tiles
+from headrace.kernels.tiled_matrix import in_tiles
 
 _ROWS_AT_ONCE = 4096
 """Of torch's product, whose float32 results are the largest tensors there are."""
@@ -75,8 +75,8 @@ def tiled_product(
     grid = (triton.cdiv(num_rows, tiles.rows) * triton.cdiv(width, tiles.columns),)
     if num_rows:
         _gated_product[grid](
-            _in_tiles(x_TI, tiles.rows, tiles.inputs), _in_tiles(weights.gate, tiles.columns, tiles.inputs),
-            _in_tiles(weights.up, tiles.columns, tiles.inputs),
+            in_tiles(x_TI, tiles.rows, tiles.inputs), in_tiles(weights.gate, tiles.columns, tiles.inputs),
+            in_tiles(weights.up, tiles.columns, tiles.inputs),
             inner_TW, inner_TW if products_TO is None else products_TO, num_rows,
             W=width, INPUTS=num_inputs, M=tiles.rows, N=tiles.columns, K=tiles.inputs, TOGETHER=tiles.together,
             WEIGHTS_LEFT=tiles.weights_left, KEEP=keep, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -126,11 +126,6 @@ def in_pairs(products_TO: torch.Tensor) -> torch.Tensor:
 
 def _one(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _in_tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    # A dense matrix of one row may call its strides anything.
-    return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, columns])
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -26,6 +26,7 @@ from headrace.kernels.chip import HOPPER, chip
 from headrace.kernels.gated_tiles import LibraryTiles
 
 _PACKAGE, _VERSION = "quack-kernels", "0.6.5"
+_MOST_WAIT_S = 600.0
 _INNER = "mAuxOut"
 """What the package calls the values that are made of both products."""
 
@@ -108,12 +109,19 @@ _lock = threading.Lock()
 def _at_work() -> Iterator[None]:
     """Around what the package imports and compiles: one thread at a time, since filters of warnings are everybody's;
     without what it is told about its own use of CUTLASS; and whatever fails says what to do."""
-    with _lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        try:
+    if not _lock.acquire(timeout=_MOST_WAIT_S):
+        raise ModelError(
+            f"gated layers: waited {_MOST_WAIT_S:.0f} s for another thread that imports {_PACKAGE} or compiles a "
+            f"kernel of it; see what it waits for, or uninstall {_PACKAGE}"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
             yield
-        except Exception as error:
-            raise ModelError(
-                f"gated layers: {_PACKAGE} {_VERSION} is installed and cannot be used ({error!r}); install Headrace's "
-                f"extra flash anew, or uninstall {_PACKAGE} to use kernels that are slower with many rows"
-            ) from error
+    except Exception as error:
+        raise ModelError(
+            f"gated layers: {_PACKAGE} {_VERSION} is installed and cannot be used ({error!r}); install Headrace's "
+            f"extra flash anew, or uninstall {_PACKAGE} to use kernels that are slower with many rows"
+        ) from error
+    finally:
+        _lock.release()

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from headrace.kernels.chip import ALIGNED
+
 _FEW_ROWS = 64
 _NARROW_INPUTS = 2048
 _TORCH_ROWS_NARROW, _TORCH_ROWS_WIDE = 256, 512
@@ -21,8 +23,6 @@ _LIBRARY_ROWS = 128
 """Of its usual tile. Rows that a tile has too many cost more than those that are there."""
 _LEAST_OF_TWO, _LEAST_OF_THREE = 177, 337
 """Rows from which two or three such tiles are full enough."""
-_ALIGNED = 8
-"""What is copied in tiles has rows that begin at multiples of 16 bytes."""
 
 
 class Tiles(NamedTuple):
@@ -76,7 +76,7 @@ _WAYS = (
 
 def choose_library_tiles(num_rows: int, num_inputs: int, width: int) -> LibraryTiles | None:
     """None: another way is quicker, or the only one."""
-    if num_inputs % _ALIGNED or width % _ALIGNED or num_rows <= _FEW_ROWS:
+    if num_inputs % ALIGNED or width % ALIGNED or num_rows <= _FEW_ROWS:
         return None
     match -(-num_rows // _LIBRARY_ROWS):
         case 1:
@@ -93,7 +93,7 @@ def choose_tiles(
 ) -> Tiles | None:
     """None: torch's product is the quicker way, or the only one. With ``keep`` the kernel is used for any number of
     rows: those of a training step are many."""
-    if num_inputs % _ALIGNED:
+    if num_inputs % ALIGNED:
         return None
     narrow = num_inputs <= _NARROW_INPUTS
     if num_rows <= _FEW_ROWS:

@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 import torch
 
 from headrace.errors import ModelError
+from headrace.kernels.chip import HOPPER, chip
 
 _MAX_HEAD_SIZE = 256
 _FAST_SIZES = (64, 128)
 """Those that are tested; with 80 its version 4.0.0b36 gives wrong gradients."""
-_FAST_CAPABILITY = 9
-"""Hopper's: on later GPUs it has not been tried."""
 _FAST_PACKAGE = "flash-attn-4"
 _FAST_MODULE = "flash_attn.cute.interface"
 
@@ -144,9 +143,8 @@ class FastKernels(NamedTuple):
 @cache
 def fast_kernels(device: torch.device, head_size: int) -> FastKernels | None:
     """Those for heads of this size; None: they are not installed, or not made for this device."""
-    if device.type != "cuda" or head_size not in _FAST_SIZES or not _is_installed():
-        return None
-    if torch.cuda.get_device_capability(device)[0] != _FAST_CAPABILITY:
+    # On later GPUs it has not been tried.
+    if chip(device).generation != HOPPER or head_size not in _FAST_SIZES or not _is_installed():
         return None
     # It compiles for seconds at first use, and keeps the result where it is told, but only if it is told.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")

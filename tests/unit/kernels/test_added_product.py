@@ -8,7 +8,7 @@ from kernel_cases import DEVICE, HALF, require_kernels
 
 require_kernels()
 
-from headrace.kernels.added_product import MOST_TILES, add_product, parts_of  # noqa: E402
+from headrace.kernels.added_product import MOST_TILES, add_product, parts_to_fill  # noqa: E402
 
 
 # One part, several, more than there are steps for, and edges within a tile on every side.
@@ -36,7 +36,7 @@ def test_a_product_is_added_unrounded_and_the_counters_are_zero_again(num_rows, 
     ("num_tiles", "num_steps", "parts"), [(56, 148, 2), (56, 28, 2), (24, 70, 5), (14, 7, 3), (200, 70, 1)]
 )
 def test_inputs_are_split_until_the_chip_is_full(num_tiles, num_steps, parts):
-    assert parts_of(num_tiles, num_steps, 132) == parts
+    assert parts_to_fill(num_tiles, num_steps, 132) == parts
 
 
 def test_sums_that_are_not_dense_are_refused():

@@ -53,38 +53,40 @@ def test_one_version_is_used_and_others_are_left_alone(monkeypatch, version, use
     assert gated_library.is_installed() == used
 
 
-def test_a_broken_package_is_named_with_what_to_do(monkeypatch):
-    def broken(_name: str):
-        raise ImportError("libcute.so: no such file")
-
-    monkeypatch.setattr(gated_library, "import_module", broken)
-    x, whole = torch.zeros(2, 8), torch.zeros(16, 8)
-    with pytest.raises(
-        ModelError, match=r"libcute.so.*install Headrace's extra flash anew, or uninstall quack"
-    ):
-        gated_library.library_product(x, whole, TILES, keep=False)
+def multiply_two_rows() -> None:
+    gated_library.library_product(torch.zeros(2, 8), torch.zeros(16, 8), TILES, keep=False)
 
 
-def test_a_kernel_that_does_not_compile_is_named_with_what_to_do(monkeypatch):
+@pytest.mark.parametrize("where", ["import_module", "gemm"])
+def test_a_package_that_fails_is_named_with_what_to_do(monkeypatch, where):
+    """Whether it cannot be imported or cannot compile."""
     package = Recorded()
 
     def failing(*_given, **_chosen):
         raise ValueError("no such layout")
 
     package.gemm = failing
-    monkeypatch.setattr(gated_library, "import_module", package.modules)
-    x, whole = torch.zeros(2, 8), torch.zeros(16, 8)
+    monkeypatch.setattr(
+        gated_library, "import_module", failing if where == "import_module" else package.modules
+    )
     with pytest.raises(
-        ModelError, match=r"ValueError\('no such layout'\).*install Headrace's extra flash anew"
+        ModelError, match=r"no such layout.*install Headrace's extra flash anew, or uninstall quack"
     ):
-        gated_library.library_product(x, whole, TILES, keep=False)
+        multiply_two_rows()
+    assert not gated_library._lock.locked()
+
+
+def test_a_thread_that_waits_for_another_says_so_in_the_end(monkeypatch):
+    monkeypatch.setattr(gated_library, "_MOST_WAIT_S", 0.0)
+    with gated_library._lock, pytest.raises(ModelError, match="waited 0 s for another thread"):
+        multiply_two_rows()
 
 
 def test_a_cache_that_was_chosen_is_kept(monkeypatch):
     package = Recorded()
     package.cache.CACHE_DIR = "/elsewhere"
     monkeypatch.setattr(gated_library, "import_module", package.modules)
-    gated_library.library_product(torch.zeros(2, 8), torch.zeros(16, 8), TILES, keep=False)
+    multiply_two_rows()
     assert package.cache.CACHE_DIR == "/elsewhere"
 
 

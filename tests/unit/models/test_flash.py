@@ -12,12 +12,17 @@ import pytest
 import torch
 
 from headrace.errors import ModelError
+from headrace.kernels.chip import Chip
 from headrace.models import flash
 from headrace.models.flash import FastKernels, Segments, flash_backward, flash_forward
 
 CUDA = torch.device("cuda", 0)
 chosen: Callable[..., Any] = flash.fast_kernels.__wrapped__
 """Without the memory of earlier answers."""
+
+
+def with_gpus_of(generation: int) -> Callable[[torch.device], Chip]:
+    return lambda device: Chip(generation if device.type == "cuda" else 0, 132)
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(flash, "chip", with_gpus_of(9))
     for name in ("ENABLED", "DIR"):
         monkeypatch.setenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}", "kept as it was")
     return home / "interface.py"
@@ -46,9 +51,9 @@ def test_torch_serves_where_nothing_else_is_installed_or_made_for(
     assert chosen(CUDA, 128) == (print, print)
     assert chosen(torch.device("cpu"), 128) is None
     assert chosen(CUDA, 256) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(flash, "chip", with_gpus_of(8))
     assert chosen(CUDA, 128) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(flash, "chip", with_gpus_of(9))
     monkeypatch.setattr(flash, "_FAST_PACKAGE", "no-such-package")
     assert chosen(CUDA, 128) is None
 
