@@ -7,10 +7,8 @@ of the same model. Memory that the largest passes do not need goes to keys and v
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,6 +31,7 @@ from headrace.engines.prompt_batches import PromptBatch
 from headrace.engines.sequences import SlotTable, new_sequence
 from headrace.engines.shared_prompts import SharedPromptFinder
 from headrace.errors import ConfigError
+from headrace.kernels.kept_code import keep_compiled
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.lora import LoraSpec
 from headrace.models.route_recording import RouteRecorder
@@ -74,15 +73,11 @@ def prepare(
     model: PreTrainedModel, limits: DeviceLimits, *, compiled: bool, progress: Callable[[str], None]
 ) -> Prepared:
     """Passes ready to be captured, or ModelError where the model cannot be computed here."""
+    keep_compiled()
     config, size = model.config.get_text_config(), limits.block_size
     check_layer_kinds(config, type(model).__name__)
     probe, context = probe_tokens(config), context_tokens(config)
     expected = plain_logits(model, probe)
-    if compiled:
-        # Unless it is told where, the compiler keeps its work where a restart of the machine clears it away.
-        os.environ.setdefault(
-            "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "headrace" / "compiled")
-        )
     progress("compiling the model's layers" if compiled else "checking the model")
     shaped = DeviceModel(
         model,

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ import torch
 from headrace.errors import ModelError
 from headrace.kernels.chip import HOPPER, chip
 from headrace.kernels.gated_tiles import LibraryTiles
+from headrace.kernels.kept_code import folder
 
 _PACKAGE, _VERSION = "quack-kernels", "0.6.5"
 _MOST_WAIT_S = 600.0
@@ -70,7 +70,7 @@ def _library() -> _Library:
     with _at_work():
         kernels: Any = import_module("quack.cache")
         # Not by its variable of the environment: others may have imported the package before.
-        kernels.CACHE_DIR = kernels.CACHE_DIR or str(Path.home() / ".cache" / "headrace" / "quack")
+        kernels.CACHE_DIR = kernels.CACHE_DIR or folder("quack")
         make = import_module("quack.epilogue.library").linear_act_mod
         launch = import_module("quack.gemm_runtime.host").run_gemm_epi_plan
         return _Library(make("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=False), launch)

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from headrace.errors import ModelError
 from headrace.kernels.chip import HOPPER, chip
+from headrace.kernels.kept_code import folder
 
 _MAX_HEAD_SIZE = 256
 _FAST_SIZES = (64, 128)
@@ -148,9 +148,7 @@ def fast_kernels(device: torch.device, head_size: int) -> FastKernels | None:
         return None
     # It compiles for seconds at first use, and keeps the result where it is told, but only if it is told.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault(
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path.home() / ".cache" / "headrace" / "flash")
-    )
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", folder("flash"))
     # What it says of an argument of its own each time it compiles.
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
     try:
