@@ -66,12 +66,13 @@ def decode(model: str, rows: int, length: int, device: torch.device) -> Case:
     own_rows = torch.randn((2, rows, num_kv, dim), device=device).bfloat16()
     out = torch.empty_like(query)
     lengths = torch.full((rows,), length, dtype=torch.int32, device=device)
+    total = torch.full_like(lengths[:1], rows * length)
     workspace = decode_attention.decode_workspace(rows, num_heads, dim, length, device)
 
     def launch(copy: int) -> Callable[[], None]:
         slots = torch.arange(copy * rows, (copy + 1) * rows, device=device)
         return lambda: decode_attention.decode_attention(
-            query, own_rows[0], own_rows[1], pool, tables, slots, lengths, scale=dim**-0.5, out_BHE=out,
+            query, own_rows[0], own_rows[1], pool, tables, slots, lengths, scale=dim**-0.5, total=total, out_BHE=out,
             workspace=workspace,
         )  # fmt: skip
 
@@ -92,7 +93,7 @@ def shared_decode(model: str, rows: int, prompt: int, own: int, device: torch.de
     own_rows = torch.randn((2, rows, num_kv, dim), device=device).bfloat16()
     out = torch.empty_like(query)
     order = torch.arange(rows, dtype=torch.int32, device=device)
-    lengths = torch.full_like(order, length)
+    lengths, total = torch.full_like(order, length), torch.full_like(order[:1], rows * own)
     shared = SharedPrefixes(
         begins=torch.full_like(order, prompt),
         members=order,
@@ -104,8 +105,8 @@ def shared_decode(model: str, rows: int, prompt: int, own: int, device: torch.de
     def launch(copy: int) -> Callable[[], None]:
         slots = torch.arange(copy * rows, (copy + 1) * rows, device=device)
         return lambda: decode_attention.decode_attention(
-            query, own_rows[0], own_rows[1], pool, tables, slots, lengths, scale=dim**-0.5, shared=shared, out_BHE=out,
-            workspace=workspace,
+            query, own_rows[0], own_rows[1], pool, tables, slots, lengths, scale=dim**-0.5, shared=shared, total=total,
+            out_BHE=out, workspace=workspace,
         )  # fmt: skip
 
     name = f"shared {model} {rows} x {prompt}+{own}"

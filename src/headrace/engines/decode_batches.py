@@ -70,6 +70,7 @@ class DecodeBatch:
         pairs = self.inputs[5].view(torch.int32)
         self.blocks, self.lengths = pairs[:size], pairs[size:]
         self.temperatures = self.inputs[6].view(torch.float32)[:size]
+        self.total = self.inputs[6].view(torch.int32)[size : size + 1]
         self.shared: SharedPrefixes | None = None
         if sharing:
             self.shared = SharedPrefixes(*_sharing_parts(self.inputs[_FIELDS:].view(torch.int32), size))
@@ -94,10 +95,13 @@ class DecodeBatch:
         temperatures = host[6].view(np.float32)
         temperatures[: self.size] = 1.0
         temperatures[:count] = table.temperature[slots]
+        total = host[6].view(np.int32)[self.size :]
+        total[0] = at.sum() + count
         if self.shared is not None:
             begins, members, starts, num_pieces = _sharing_parts(host[_FIELDS:].view(np.int32), self.size)
             begins[:count], members[: len(prompts.members)] = prompts.begins, prompts.members
             starts[: len(prompts.starts)], num_pieces[0] = prompts.starts, prompts.num_pieces
+            total[0] -= prompts.begins.sum()
         self.inputs.copy_(to_pinned(host, self.inputs.device), non_blocking=True)
 
 

@@ -33,6 +33,8 @@ class DecodeRows:
     """int64 [B], the table of each row."""
     lengths: torch.Tensor
     """int32 [B], key-value rows each row sees, its own included; 0: padding."""
+    total: torch.Tensor
+    """int32 [1], their sum without what is shared."""
     shared: SharedPrefixes | None = None
     """Prefixes to be read once for several rows."""
 
@@ -111,7 +113,7 @@ class TritonKernels:
         self._decode_attention(
             query_BHD, key_BKD, value_BKE, pool_BSW, rows.tables, rows.slots, rows.lengths,
             scale=options.scale, window=options.window, softcap=options.softcap, shared=rows.shared,
-            rotation=rotation, out_BHE=out_BHE, workspace=self._decoding,
+            rotation=rotation, total=rows.total, out_BHE=out_BHE, workspace=self._decoding,
         )  # fmt: skip
         return out_BHE
 

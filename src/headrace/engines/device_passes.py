@@ -62,7 +62,7 @@ class DevicePasses:
         """Compute the batch's rows and draw; the first ``batch.size`` rows of the first set are written."""
         state = self.state
         state.tables.view(-1).index_copy_(0, batch.cells, batch.blocks)
-        rows = DecodeRows(state.tables, batch.slots, batch.lengths, batch.shared)
+        rows = DecodeRows(state.tables, batch.slots, batch.lengths, batch.total, batch.shared)
         passing = PoolAttending(state, self._kernels, rows)
         logits_RV = self._model.logits(
             state.last_token[batch.slots],

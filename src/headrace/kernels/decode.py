@@ -19,37 +19,40 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.kernels.pool import attend_rows, load_rotated, scaled
+from headrace.kernels.pool import attend_few, load_rotated, scaled
 from headrace.kernels.states import (
     all_spans,
     is_last,
     joined,
     leave_state,
     parts_of,
+    share_of,
     spans_of,
     with_parts,
     write_lines,
 )
 
 
-# A number that is one, or a multiple of sixteen, would otherwise be a kernel of its own.
-@triton.jit(do_not_specialize=["num_parts"])
+# A number that is one, or a multiple of sixteen, would otherwise be a kernel of its own, and so would arrays that begin
+# where no sixteen bytes do.
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["lengths", "total", "begins"])
 def decode_kernel(
-    query, key, value, cos, sin, pool, tables, slots, lengths, out,
+    query, key, value, cos, sin, pool, tables, slots, lengths, total, out,
     partial_sums, partial_stats, arrived, begins, prefix_sums, prefix_stats, num_parts, scale,
     query_stride_b, query_stride_h, key_stride_b, key_stride_k, value_stride_b, value_stride_k,
     angle_stride, out_stride_b, out_stride_h, table_stride,
     K: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, S: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, SHARED: tl.constexpr,
-    ROTATE: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr,
+    ROTATE: tl.constexpr, MIN_SPAN: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head, span, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_spans = tl.num_programs(1)
     length = tl.load(lengths + row)
     table = tables + tl.load(slots + row).to(tl.int64) * table_stride
     prefix, past = tl.load(begins + row) if SHARED else length * 0, tl.maximum(length - 1, 0)
-    first, span_rows, num_used = spans_of(past, prefix, num_spans, WINDOW, MIN_SPAN, TILE)
+    share = share_of(total, K, WINDOW, MIN_SPAN, PROGRAMS)
+    first, span_rows, num_used = spans_of(past, prefix, num_spans, share, WINDOW, TILE)
     if span >= num_used:
         return
 
@@ -75,11 +78,12 @@ def decode_kernel(
     own_block = tl.load(table + past // S, mask=has_own, other=0).to(tl.int64)
     top_P = tl.full([P], float("-inf"), tl.float32)
     total_P = tl.zeros([P], tl.float32)
-    sum_PE = tl.zeros([P, E_PAD], tl.float32)
-    top_P, total_P, sum_PE = attend_rows(
-        query_PD, pool, table, head, begin, end, top_P, total_P, sum_PE, scale,
+    sum_EP = tl.zeros([E_PAD, P], tl.float32)
+    top_P, total_P, sum_EP = attend_few(
+        tl.trans(query_PD), pool, table, head, begin, end, top_P, total_P, sum_EP, scale,
         K, D, D_PAD, E, E_PAD, S, SOFTCAP, EXACT, TILE,
     )  # fmt: skip
+    sum_PE = tl.trans(sum_EP)
     place = pool + (own_block * S + past % S) * (K * (D + E))
     tl.store(place + head * D + dims_D, key_D, mask=has_own & real_D)
     tl.store(place + K * D + head * E + dims_E, value_E, mask=has_own & (dims_E < E))

@@ -34,9 +34,9 @@ from headrace.kernels.states import PART_STEP
 _MAX_SPANS = 32
 _MIN_SPAN = 256
 """Key-value rows below which a span is not worth a program of its own."""
-_MIN_HALF = 512
-"""The same where rows are only halved: whole ones nearly fill the chip, so that few more programs are wanted."""
-_PROGRAMS_PER_MULTIPROCESSOR = 4
+_PROGRAMS_PER_MULTIPROCESSOR = 3
+"""Among which all rows are dealt out evenly. By timing on an H200: with fewer memory is not kept busy, with more,
+which must still all run at once, beginning and ending takes longer than it spares."""
 _PREFIX_STATES = 512
 """Rows times parts of a prefix: with 8 rows a piece, about as many programs a key-value head as fill the chip."""
 
@@ -48,7 +48,7 @@ class DecodeWorkspace:
     max_length: int
     """The longest sequence a row may have."""
     num_programs: int
-    """How many programs fill the chip."""
+    """Among which all rows are dealt out."""
     sums: torch.Tensor
     stats: torch.Tensor
     arrived: torch.Tensor
@@ -60,12 +60,10 @@ class DecodeWorkspace:
     """Where prefixes are attended meanwhile; none where kernels are interpreted."""
 
     def num_spans(self, num_pairs: int) -> int:
-        """Spans a row is split into at most, for this many pairs of a row and a key-value head; a power of two,
-        so that few kernels are compiled. Nearly enough pairs are still halved, since lengths differ."""
-        if num_pairs >= self.num_programs:
-            return 1
-        wanted = max(2, triton.next_power_of_2(self.num_programs // num_pairs))
-        return min(wanted, _MAX_SPANS, triton.next_power_of_2(triton.cdiv(self.max_length, _MIN_SPAN)))
+        """Spans a row is split into at most, for this many pairs of a row and a key-value head: twice as many as an
+        even length would need, for rows that are longer than others."""
+        most = min(_MAX_SPANS, triton.cdiv(self.max_length, _MIN_SPAN))
+        return min(triton.cdiv(2 * self.num_programs, num_pairs), most)
 
     def num_prefix_parts(self, num_rows: int) -> int:
         """Parts a shared prefix is split into at most, in a pass of this many rows."""
@@ -77,8 +75,8 @@ def decode_workspace(
     max_rows: int, num_heads: int, value_dim: int, max_length: int, device: torch.device
 ) -> DecodeWorkspace:
     num_programs = chip(device).num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
-    # ``num_spans`` makes at most twice as many programs as fill the chip, or a span a row, left where it has a prefix.
-    num_slots = max(max_rows, min(2 * num_programs, max_rows * _MAX_SPANS))
+    # ``num_spans`` makes fewer than twice what it divides, or a span a row, left where it has a prefix.
+    num_slots = max(max_rows, min(4 * num_programs, max_rows * _MAX_SPANS))
     num_prefix_states = max(_PREFIX_STATES, max_rows)
 
     def floats(count: int) -> torch.Tensor:
@@ -112,19 +110,27 @@ def decode_attention(
     softcap: float | None = None,
     shared: SharedPrefixes | None = None,
     rotation: Rotation | None = None,
+    total: torch.Tensor | None = None,
     out_BHE: torch.Tensor,
     workspace: DecodeWorkspace,
 ) -> None:
     """One query row a sequence. ``tables`` (int32 [slots, blocks]) is read at ``slots_B``;
     ``lengths_B`` (int32) counts the key-value rows a query sees, of which the last are ``key_BKD`` and ``value_BKE``;
     it is 0 for a padding row, which gets zeros. Prefixes that are ``shared`` are read once a piece, unless a window
-    makes them short anyway. Queries and keys are given before ``rotation``."""
+    makes them short anyway. Queries and keys are given before ``rotation``. ``total``: int32 [1], the sum of
+    ``lengths_B`` without what is shared; None: it is summed here."""
     num_rows, num_heads, key_dim = query_BHD.shape
     num_kv_heads, value_dim = value_BKE.shape[1:]
-    num_spans = workspace.num_spans(num_rows * num_kv_heads)
-    group = num_heads // num_kv_heads
+    num_pairs, group = num_rows * num_kv_heads, num_heads // num_kv_heads
+    num_spans, heads_padded = workspace.num_spans(num_pairs), max(8, triton.next_power_of_2(group))
     shared = None if window else shared
-    tile, num_warps, num_stages = _decode_shape(key_dim, pool_BSW.dtype, num_spans, shared is not None)
+    if total is None:
+        own_B = lengths_B if shared is None else lengths_B - shared.begins
+        total = own_B.sum(0, keepdim=True, dtype=torch.int32)
+    pairs_each = num_pairs / chip(query_BHD.device).num_multiprocessors
+    tile, num_warps, num_stages = _decode_shape(
+        key_dim, heads_padded, pool_BSW.dtype, pairs_each, shared is not None
+    )
     heads = {
         "K": num_kv_heads,
         "G": group,
@@ -136,25 +142,26 @@ def decode_attention(
         "SOFTCAP": softcap or 0.0,
         "EXACT": pool_BSW.dtype == torch.float32,
         "ROTATE": rotation is not None,
-        "MIN_SPAN": _MIN_HALF if num_spans == 2 else _MIN_SPAN,
+        "MIN_SPAN": _MIN_SPAN,
+        "PROGRAMS": workspace.num_programs,
     }
     cos, sin, angle_stride = turned = angles(rotation, query_BHD)
     attend_own = partial(
         decode_kernel[(num_kv_heads, num_spans, num_rows)],
-        query_BHD, key_BKD, value_BKE, cos, sin, pool_BSW, tables, slots_B, lengths_B, out_BHE,
+        query_BHD, key_BKD, value_BKE, cos, sin, pool_BSW, tables, slots_B, lengths_B, total, out_BHE,
         workspace.sums, workspace.stats, workspace.arrived, lengths_B if shared is None else shared.begins,
         workspace.prefix_sums, workspace.prefix_stats, workspace.num_prefix_parts(num_rows), scale,
         *query_BHD.stride()[:2], *key_BKD.stride()[:2], *value_BKE.stride()[:2], angle_stride,
         *out_BHE.stride()[:2], tables.stride(0),
-        P=max(16, triton.next_power_of_2(group)), WINDOW=window or 0, SHARED=shared is not None, TILE=tile,
+        P=heads_padded, WINDOW=window or 0, SHARED=shared is not None, TILE=tile,
         num_warps=num_warps, num_stages=num_stages, **heads,
     )  # fmt: skip
     if shared is None:
         attend_own()
         return
     attend_prefixes = partial(
-        _attend_prefixes, query_BHD, turned, pool_BSW, tables, slots_B, lengths_B, shared, scale, out_BHE, workspace,
-        heads | {"SPAN_STEP": tile}, num_spans,
+        _attend_prefixes, query_BHD, turned, pool_BSW, tables, slots_B, lengths_B, total, shared, scale, out_BHE,
+        workspace, heads | {"SPAN_STEP": tile}, num_spans,
     )  # fmt: skip
     _side_by_side(attend_prefixes, attend_own, workspace.side)
 
@@ -166,6 +173,7 @@ def _attend_prefixes(
     tables: torch.Tensor,
     slots_B: torch.Tensor,
     lengths_B: torch.Tensor,
+    total: torch.Tensor,
     shared: SharedPrefixes,
     scale: float,
     out_BHE: torch.Tensor,
@@ -187,7 +195,7 @@ def _attend_prefixes(
     )
     cos, sin, angle_stride = turned
     prefix_kernel[grid](
-        query_BHD, cos, sin, pool_BSW, tables, slots_B, lengths_B, out_BHE,
+        query_BHD, cos, sin, pool_BSW, tables, slots_B, lengths_B, total, out_BHE,
         shared.begins, shared.members, shared.starts, shared.num_pieces,
         workspace.prefix_sums, workspace.prefix_stats, workspace.arrived, workspace.sums, workspace.stats, num_spans,
         scale, *query_BHD.stride()[:2], angle_stride, *out_BHE.stride()[:2], tables.stride(0),
@@ -212,14 +220,21 @@ def _side_by_side(
     here.wait_stream(side)
 
 
-def _decode_shape(key_dim: int, dtype: torch.dtype, num_spans: int, is_shared: bool) -> tuple[int, int, int]:
-    """Key-value rows of a tile, warps, pipeline stages. Many programs share a multiprocessor and hide each other's
-    waits, so they are small; few must each ask for much ahead. With the prefix read elsewhere there is little left for
-    each, and the smallest do best. Chosen by timing on an H200."""
+def _decode_shape(
+    key_dim: int, heads_padded: int, dtype: torch.dtype, pairs_each: float, is_shared: bool
+) -> tuple[int, int, int]:
+    """Key-value rows of a tile, warps, pipeline stages, for this many pairs of a row and a key-value head a
+    multiprocessor. All programs should run at once: one more than there is room for takes as long as all the others.
+    So they are the smaller the more there are, and where prefixes are read beside them. Chosen by timing on an H200."""
+    warps = max(1, heads_padded // 8)
     if dtype == torch.float32 or key_dim > 128:
-        return 32, 4, 2
+        return 32, min(4, 2 * warps), 2
     if is_shared:
-        return 32, 2, 3
-    if key_dim <= 64:
-        return (64, 2, 2) if num_spans <= 2 else (128, 4, 2)
-    return (64, 4, 2) if num_spans <= 2 else (64, 4, 3)
+        tile, stages = 16, 3
+    elif pairs_each <= 1:
+        tile, stages, warps = 64, 3, 2 * warps
+    elif pairs_each <= 6:
+        tile, stages = 32, 3
+    else:
+        tile, stages = 16, 4
+    return tile if key_dim > 64 else 2 * tile, min(4, warps), stages

@@ -43,6 +43,18 @@ def load_heads(pointer, offsets_N, visible_N, DIM: tl.constexpr, PADDED: tl.cons
 
 
 @triton.jit
+def load_columns(pointer, offsets_N, visible_N, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """[PADDED, N], the same with a row a column."""
+    dims_D = tl.arange(0, PADDED)
+    pointers_DN = pointer + offsets_N[None, :] + dims_D[:, None]
+    if DIM == PADDED:
+        tile_DN = tl.load(pointers_DN, mask=visible_N[None, :], other=0.0)
+    else:
+        tile_DN = tl.load(pointers_DN, mask=visible_N[None, :] & (dims_D < DIM)[:, None], other=0.0)
+    return tile_DN
+
+
+@triton.jit
 def load_rotated(row, dims, there, cos, sin, D: tl.constexpr, ROTATE: tl.constexpr):
     """Heads that begin at ``row``, zero where they are not ``there``, with ROTATE turned by the angles whose cosines
     and sines begin at ``cos`` and ``sin``: each number together with the one half a head away. All are read in one
@@ -130,3 +142,33 @@ def attend_rows(
         tokens_N += TILE
         offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, K * (D + E))
     return top_M, total_M, sum_ME
+
+
+@triton.jit
+def attend_few(
+    query_DP, pool, table, head, begin, end, top_P, total_P, sum_EP, scale,
+    K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, S: tl.constexpr,
+    SOFTCAP: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The same for the few queries of one row. Keys and values are the left operands of the products, whose tiles may
+    not be narrower than 16, and queries the right ones, of which 8 will do: nothing is computed for queries that are
+    not there."""
+    tokens_N = begin + tl.arange(0, TILE)
+    offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, K * (D + E))
+    for _ in range(begin, end, TILE):
+        visible_N = tokens_N < end
+        key_ND = load_heads(pool + head * D, offsets_N, visible_N, D, D_PAD)
+        value_EN = load_columns(pool + K * D + head * E, offsets_N, visible_N, E, E_PAD)
+        scores_NP = scaled(product(key_ND, query_DP, EXACT), scale, SOFTCAP)
+        scores_NP = tl.where(visible_N[:, None], scores_NP, float("-inf"))
+        new_top_P = tl.maximum(top_P, tl.max(scores_NP, axis=0))
+        # Every tile has a visible row, so no maximum is infinite.
+        weights_NP = tl.exp2(scores_NP - new_top_P[None, :])
+        rescale_P = tl.exp2(top_P - new_top_P)
+        total_P = total_P * rescale_P + tl.sum(weights_NP, axis=0)
+        sum_EP = sum_EP * rescale_P[None, :] + product(value_EN, weights_NP.to(value_EN.dtype), EXACT)
+        top_P = new_top_P
+        # One tile ahead, so that the pipeline need not wait for a table before it asks for rows.
+        tokens_N += TILE
+        offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, K * (D + E))
+    return top_P, total_P, sum_EP

@@ -21,22 +21,23 @@ from headrace.kernels.states import (
     are_last,
     leave_state,
     parts_of,
+    share_of,
     spans_of,
     with_parts,
     write_lines,
 )
 
 
-# A number that is one, or a multiple of sixteen, would otherwise be a kernel of its own.
-@triton.jit(do_not_specialize=["num_spans"])
+# As of ``decode_kernel``.
+@triton.jit(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["lengths", "total"])
 def prefix_kernel(
-    query, cos, sin, pool, tables, slots, lengths, out, begins, members, starts, num_pieces,
+    query, cos, sin, pool, tables, slots, lengths, total, out, begins, members, starts, num_pieces,
     sums, stats, arrived, span_sums, span_stats, num_spans, scale,
     query_stride_b, query_stride_h, angle_stride, out_stride_b, out_stride_h, table_stride,
     K: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, S: tl.constexpr,
     SOFTCAP: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,
-    ROTATE: tl.constexpr, MIN_SPAN: tl.constexpr, SPAN_STEP: tl.constexpr,
+    ROTATE: tl.constexpr, MIN_SPAN: tl.constexpr, PROGRAMS: tl.constexpr, SPAN_STEP: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = M // Q
     head, part, num_parts = tl.program_id(0) % K, tl.program_id(1), tl.num_programs(1)
@@ -44,6 +45,7 @@ def prefix_kernel(
     members_C, lines_M = first_member + tl.arange(0, C), tl.arange(0, M)
     members_M, heads_M = first_member + lines_M // Q, head * G + lines_M % Q
     dims_D = tl.arange(0, D_PAD)
+    share = share_of(total, K, 0, MIN_SPAN, PROGRAMS)
     for piece in range(tl.program_id(2), tl.load(num_pieces), tl.num_programs(2)):
         first = tl.load(starts + piece)
         num_members = tl.load(starts + piece + 1) - first
@@ -76,7 +78,7 @@ def prefix_kernel(
         there_C = (members_C < num_members) & (begin < end)
         rows_C = tl.load(members + first + members_C, mask=there_C, other=0)
         past_C = tl.load(lengths + rows_C, mask=there_C, other=1) - 1
-        used_C = spans_of(past_C, prefix, num_spans, 0, MIN_SPAN, SPAN_STEP)[2]
+        used_C = spans_of(past_C, prefix, num_spans, share, 0, SPAN_STEP)[2]
         last_C = are_last(arrived + rows_C * K + head, there_C, used_C + num_used_parts)
         # Spans of the rows that are finished here; none of the others.
         used_C = tl.where(last_C, used_C, 0)

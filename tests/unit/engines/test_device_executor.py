@@ -11,6 +11,7 @@ import torch
 from headrace.engines import device_setup, prompt_batches
 from headrace.engines.decode_batches import bucket_sizes, quickest
 from headrace.engines.device_executor import DeviceExecutor
+from headrace.engines.device_passes import DevicePasses
 from headrace.engines.device_state import DeviceState
 from headrace.engines.torch_engine import TorchEngine
 from headrace.errors import ConfigError
@@ -133,6 +134,25 @@ def test_members_that_read_their_prompt_together_draw_as_if_alone(
         agree(got[name], completion)
     assert executor.num_tokens_shared > 1000
     assert (engine.counters()["preemptions"] > 0) == ("kv_tokens" in settings)
+
+
+def test_passes_are_told_how_many_key_value_rows_they_read(
+    make_executor, run_engine, make_request, crowd, monkeypatch
+):
+    """All of them together, a shared prompt not counted: kernels deal them out by that."""
+    seen = []
+
+    def looking(passes, batch):
+        shared = 0 if batch.shared is None else int(batch.shared.begins.sum())
+        seen.append((shared > 0, int(batch.total), int(batch.lengths.sum()) - shared))
+        return decode(passes, batch)
+
+    decode = DevicePasses.decode
+    monkeypatch.setattr(DevicePasses, "decode", looking)
+    group = [make_request(f"g{i}", prompt=np.arange(50) % 61, max_tokens=6 + 5 * i, seed=i) for i in range(4)]
+    run_engine(engine_of(make_executor()), *crowd, *group)
+    assert all(told == read for _, told, read in seen)
+    assert {shared for shared, told, _ in seen if told} == {True, False}
 
 
 def test_rows_with_nothing_in_common_share_nothing(make_executor, run_engine, crowd):

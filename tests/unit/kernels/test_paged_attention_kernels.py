@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from kernel_cases import (
@@ -65,7 +67,7 @@ def decode(heads, lengths, *, seed=0, workspace=None, **options):
                 cache.values[sequence],
                 lengths[sequence] - 1,
                 scale=scale,
-                **options,
+                **{name: option for name, option in options.items() if name != "total"},
             )[0]
     return relative_error(out, expected)
 
@@ -88,6 +90,28 @@ def test_decode_matches_float64(heads, lengths):
 @pytest.mark.parametrize("options", [{"window": 1}, {"window": 20}, {"window": 200}, {"softcap": 1.5}])
 def test_decode_with_a_window_or_a_soft_cap(options):
     assert decode(Heads(7, 1, 64, 64), [1, 5, 20, 21, 260, 500], **options) < TOLERANCE[FP32]
+
+
+def test_rows_are_dealt_out_evenly():
+    """A row that is longer than the others is split further, one that is no longer than a share is not split."""
+    heads, lengths = Heads(7, 1, 32, 32), [4000, 700, 100, 1500]
+    workspace = decode_workspace(len(lengths), heads.num, heads.value_dim, 4096, DEVICE)
+    workspace = dataclasses.replace(workspace, num_programs=8)
+    workspace.stats.fill_(float("nan"))
+    assert decode(heads, lengths, workspace=workspace) < TOLERANCE[FP32]
+    num_spans = workspace.num_spans(len(lengths))
+    tops = workspace.stats.view(-1, heads.num, num_spans, 2)[: len(lengths), 0, :, 0]
+    used = (~tops.isnan()).sum(1)
+    # A share is 6300 / 8; what is one span is written straight to the output.
+    assert sorted(used.tolist()) == [0, 0, 0, num_spans] and num_spans == 4
+    assert workspace.num_spans(1) == 16 and workspace.num_spans(3) == 6 and workspace.num_spans(17) == 1
+
+
+@pytest.mark.parametrize("total", [0, 50, 10_000])
+def test_any_total_gives_the_same_rows(total):
+    """It decides how rows are split and nothing else: a pass of padding alone leaves it at 0."""
+    given = torch.tensor([total], dtype=torch.int32, device=DEVICE)
+    assert decode(Heads(7, 1, 64, 64), [1, 300, 0, 1500], total=given) < TOLERANCE[FP32]
 
 
 def test_a_workspace_serves_one_pass_after_another():
