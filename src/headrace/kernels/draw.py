@@ -33,7 +33,11 @@ def kept(x, ids, threshold, tie_id):
     return (x > threshold) | ((x == threshold) & (ids <= tie_id))
 
 
-@triton.jit
+_BY_ROW = ["sources", "seed_keys", "positions", "temperatures", "thresholds", "tie_ids", "token_ids", "logprobs"]
+"""Arrays that begin anywhere. Kernels are compiled once all the same, and for every number of rows."""
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_BY_ROW)
 def scan_kernel(
     logits,
     sources,
@@ -106,7 +110,7 @@ def row_sums(tops, totals, row, rate, num_chunks, MAX_CHUNKS: tl.constexpr):
     return top, tl.sum(totals_C * tl.exp2((tops_C - top) * rate), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_BY_ROW)
 def pick_kernel(
     logits,
     sources,

@@ -22,7 +22,10 @@ from headrace.kernels.pool import accumulate, load_heads, load_rotated, row_offs
 PIECES_AT_ONCE = 128
 
 
-@triton.jit(do_not_specialize=["num_pieces"])
+# As of ``decode_kernel``: where the pieces' arrays begin depends on how many pieces there are.
+@triton.jit(
+    do_not_specialize=["num_pieces"], do_not_specialize_on_alignment=["slots", "starts", "counts", "offsets"]
+)
 def prefill_kernel(
     query, cos, sin, pool, tables, slots, starts, counts, offsets, out, num_pieces, scale,
     query_stride_t, query_stride_h, angle_stride, out_stride_t, out_stride_h, table_stride,

@@ -45,7 +45,6 @@ def prefix_kernel(
     members_C, lines_M = first_member + tl.arange(0, C), tl.arange(0, M)
     members_M, heads_M = first_member + lines_M // Q, head * G + lines_M % Q
     dims_D = tl.arange(0, D_PAD)
-    share = share_of(total, K, 0, MIN_SPAN, PROGRAMS)
     for piece in range(tl.program_id(2), tl.load(num_pieces), tl.num_programs(2)):
         first = tl.load(starts + piece)
         num_members = tl.load(starts + piece + 1) - first
@@ -78,6 +77,7 @@ def prefix_kernel(
         there_C = (members_C < num_members) & (begin < end)
         rows_C = tl.load(members + first + members_C, mask=there_C, other=0)
         past_C = tl.load(lengths + rows_C, mask=there_C, other=1) - 1
+        share = share_of(total, K, 0, MIN_SPAN, PROGRAMS)
         used_C = spans_of(past_C, prefix, num_spans, share, 0, SPAN_STEP)[2]
         last_C = are_last(arrived + rows_C * K + head, there_C, used_C + num_used_parts)
         # Spans of the rows that are finished here; none of the others.
