@@ -33,7 +33,16 @@ def kept(x, ids, threshold, tie_id):
     return (x > threshold) | ((x == threshold) & (ids <= tie_id))
 
 
-_BY_ROW = ["sources", "seed_keys", "positions", "temperatures", "thresholds", "tie_ids", "token_ids", "logprobs"]
+_BY_ROW = [
+    "sources",
+    "seed_keys",
+    "positions",
+    "temperatures",
+    "thresholds",
+    "tie_ids",
+    "token_ids",
+    "logprobs",
+]
 """Arrays that begin anywhere. Kernels are compiled once all the same, and for every number of rows."""
 
 
