@@ -81,7 +81,7 @@ def decode_kernel(
     sum_EP = tl.zeros([E_PAD, P], tl.float32)
     top_P, total_P, sum_EP = attend_few(
         tl.trans(query_PD), pool, table, head, begin, end, top_P, total_P, sum_EP, scale,
-        K, D, D_PAD, E, E_PAD, S, SOFTCAP, EXACT, TILE,
+        K, D, D_PAD, E, E_PAD, S, SOFTCAP, EXACT, TILE, WINDOW == 0,
     )  # fmt: skip
     sum_PE = tl.trans(sum_EP)
     place = pool + (own_block * S + past % S) * (K * (D + E))

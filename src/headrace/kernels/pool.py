@@ -31,6 +31,12 @@ def row_offsets(table, tokens_N, visible_N, S: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def block_place(pool, table, token, end, S: tl.constexpr, W: tl.constexpr):
+    """Where the block of this token begins; behind the ``end`` any block."""
+    return pool + tl.load(table + token // S, mask=token < end, other=0).to(tl.int64) * (S * W)
+
+
+@triton.jit
 def load_heads(pointer, offsets_N, visible_N, DIM: tl.constexpr, PADDED: tl.constexpr):
     """[N, PADDED], one head of each row; zero where a row is not visible, whatever memory holds there."""
     dims_D = tl.arange(0, PADDED)
@@ -148,21 +154,27 @@ def attend_rows(
 def attend_few(
     query_DP, pool, table, head, begin, end, top_P, total_P, sum_EP, scale,
     K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, S: tl.constexpr,
-    SOFTCAP: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr, IN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The same for the few queries of one row. Keys and values are the left operands of the products, whose tiles may
-    not be narrower than 16, and queries the right ones, of which 8 will do: nothing is computed for queries that are
-    not there."""
+    not be narrower than 16, and queries the right ones, of which 8 will do: less is computed for queries that are not
+    there. With IN_BLOCKS tiles begin where blocks do, and one that is a block is looked up once, not row by row."""
+    W: tl.constexpr = K * (D + E)
+    A_BLOCK: tl.constexpr = IN_BLOCKS and TILE == S
     tokens_N = begin + tl.arange(0, TILE)
-    offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, K * (D + E))
-    for _ in range(begin, end, TILE):
+    if A_BLOCK:
+        place, offsets_N = block_place(pool, table, begin, end, S, W), tl.arange(0, TILE) * W
+    else:
+        place, offsets_N = pool, row_offsets(table, tokens_N, tokens_N < end, S, W)
+    for start in range(begin, end, TILE):
         visible_N = tokens_N < end
-        key_ND = load_heads(pool + head * D, offsets_N, visible_N, D, D_PAD)
-        value_EN = load_columns(pool + K * D + head * E, offsets_N, visible_N, E, E_PAD)
+        # A block is there to its end, and what lies behind the last key is not among the scores.
+        key_ND = load_heads(place + head * D, offsets_N, A_BLOCK | visible_N, D, D_PAD)
+        value_EN = load_columns(place + K * D + head * E, offsets_N, visible_N, E, E_PAD)
         scores_NP = scaled(product(key_ND, query_DP, EXACT), scale, SOFTCAP)
         scores_NP = tl.where(visible_N[:, None], scores_NP, float("-inf"))
+        # Every tile has a visible row, so that no maximum is infinite.
         new_top_P = tl.maximum(top_P, tl.max(scores_NP, axis=0))
-        # Every tile has a visible row, so no maximum is infinite.
         weights_NP = tl.exp2(scores_NP - new_top_P[None, :])
         rescale_P = tl.exp2(top_P - new_top_P)
         total_P = total_P * rescale_P + tl.sum(weights_NP, axis=0)
@@ -170,5 +182,8 @@ def attend_few(
         top_P = new_top_P
         # One tile ahead, so that the pipeline need not wait for a table before it asks for rows.
         tokens_N += TILE
-        offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, K * (D + E))
+        if A_BLOCK:
+            place = block_place(pool, table, start + TILE, end, S, W)
+        else:
+            offsets_N = row_offsets(table, tokens_N, tokens_N < end, S, W)
     return top_P, total_P, sum_EP

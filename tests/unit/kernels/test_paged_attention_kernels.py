@@ -87,6 +87,13 @@ def test_decode_matches_float64(heads, lengths):
     assert decode(heads, lengths) < TOLERANCE[heads.dtype]
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 21}], ids=["a block a tile", "tiles that begin anywhere"])
+def test_many_rows_are_read_in_small_tiles(options):
+    """What lies behind the last row of a block is not a number."""
+    heads, lengths = Heads(14, 7, 128, 128, HALF), [1, 0, 16, 17, 33, 15, 47, 48]
+    assert decode(heads, lengths, **options) < TOLERANCE[HALF]
+
+
 @pytest.mark.parametrize("options", [{"window": 1}, {"window": 20}, {"window": 200}, {"softcap": 1.5}])
 def test_decode_with_a_window_or_a_soft_cap(options):
     assert decode(Heads(7, 1, 64, 64), [1, 5, 20, 21, 260, 500], **options) < TOLERANCE[FP32]
