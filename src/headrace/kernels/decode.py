@@ -23,7 +23,6 @@ from headrace.kernels.pool import attend_few, load_rotated, scaled
 from headrace.kernels.states import (
     all_spans,
     is_last,
-    joined,
     leave_state,
     parts_of,
     share_of,
@@ -73,12 +72,10 @@ def decode_kernel(
     key_at = key + row * key_stride_b + head * key_stride_k
     value_at = value + row * value_stride_b + head * value_stride_k
     key_D = load_rotated(key_at, dims_D, has_own & real_D, cos, sin, D, ROTATE)
-    # Asked for here and used behind the loop, which hides the wait.
     value_E = tl.load(value_at + dims_E, mask=has_own & (dims_E < E), other=0.0)
+    # Asked for here and used behind the loop, which hides the wait.
     own_block = tl.load(table + past // S, mask=has_own, other=0).to(tl.int64)
-    top_P = tl.full([P], float("-inf"), tl.float32)
-    total_P = tl.zeros([P], tl.float32)
-    sum_EP = tl.zeros([E_PAD, P], tl.float32)
+    top_P, total_P, sum_EP = seen_own_row(query_PD, key_D, value_E, has_own, scale, SOFTCAP)
     top_P, total_P, sum_EP = attend_few(
         tl.trans(query_PD), pool, table, head, begin, end, top_P, total_P, sum_EP, scale,
         K, D, D_PAD, E, E_PAD, S, SOFTCAP, EXACT, TILE, WINDOW == 0,
@@ -87,9 +84,6 @@ def decode_kernel(
     place = pool + (own_block * S + past % S) * (K * (D + E))
     tl.store(place + head * D + dims_D, key_D, mask=has_own & real_D)
     tl.store(place + K * D + head * E + dims_E, value_E, mask=has_own & (dims_E < E))
-    top_P, total_P, sum_PE = with_own_row(
-        query_PD, key_D, value_E, has_own, scale, top_P, total_P, sum_PE, SOFTCAP
-    )
 
     line_P = row * K * G + head * G + heads_P
     out_at_P = out + row * out_stride_b + (head * G + heads_P) * out_stride_h
@@ -114,10 +108,10 @@ def decode_kernel(
 
 
 @triton.jit
-def with_own_row(query_PD, key_D, value_E, has_own, scale, top_P, total_P, sum_PE, SOFTCAP: tl.constexpr):
-    """A running softmax taken on by a row's own key and value, where they are this program's business."""
+def seen_own_row(query_PD, key_D, value_E, has_own, scale, SOFTCAP: tl.constexpr):
+    """A running softmax that has seen a row's own key and value, where they are this program's business, or nothing."""
     raw_P = tl.sum(query_PD.to(tl.float32) * key_D[None, :].to(tl.float32), axis=1)
-    own_P = tl.where(has_own, scaled(raw_P, scale, SOFTCAP), float("-inf"))
-    weight_P = tl.where(own_P > float("-inf"), 1.0, 0.0)
-    value_PE = tl.zeros_like(sum_PE) + value_E[None, :].to(tl.float32)
-    return joined(top_P, total_P, sum_PE, own_P, weight_P, value_PE)
+    top_P = tl.where(has_own, scaled(raw_P, scale, SOFTCAP), float("-inf"))
+    total_P = tl.zeros_like(top_P) + tl.where(has_own, 1.0, 0.0)
+    # Zeros where it is not: then the value was not loaded.
+    return top_P, total_P, value_E.to(tl.float32)[:, None] + tl.zeros_like(top_P)[None, :]
