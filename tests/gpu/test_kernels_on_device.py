@@ -66,10 +66,14 @@ def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows):
     slots.zero_(), lengths.zero_(), query.zero_()
     own = torch.zeros((2, num_rows, num_kv, dim), dtype=torch.bfloat16, device=CUDA)
     options = {"scale": dim**-0.5, "out_BHE": out, "workspace": workspace}
-    graph = captured(lambda: decode_attention(query, *own, pool, tables, slots, lengths, **options))
+    total = torch.zeros(1, dtype=torch.int32, device=CUDA)
+    graph = captured(
+        lambda: decode_attention(query, *own, pool, tables, slots, lengths, total=total, **options)
+    )
     for _ in range(3):
         slots.copy_(torch.randperm(num_rows, device=CUDA))
         lengths.copy_(torch.randint(0, max_length + 1, (num_rows,), device=CUDA))
+        total.copy_(lengths.sum())
         query.normal_(), own.normal_()
         out.fill_(float("nan"))
         graph.replay()
@@ -107,8 +111,10 @@ def test_shared_prefixes_in_a_graph_follow_their_inputs(num_heads, num_kv, dim, 
     own_row = torch.zeros((2, num_rows, num_kv, dim), dtype=torch.bfloat16, device=CUDA)
     options = {"scale": dim**-0.5, "out_BHE": out, "workspace": workspace, "shared": shared}
 
+    total = torch.zeros(1, **numbers)
+
     def launch():
-        decode_attention(query, *own_row, pool, tables, slots, lengths, **options)
+        decode_attention(query, *own_row, pool, tables, slots, lengths, total=total, **options)
 
     graph = captured(launch)
     rng = np.random.default_rng(num_rows)
@@ -133,6 +139,7 @@ def test_shared_prefixes_in_a_graph_follow_their_inputs(num_heads, num_kv, dim, 
             target[: len(array)] = torch.from_numpy(array).to(target)
         longest = torch.from_numpy(rng.integers(0, max_length + 1, num_rows)).int()
         lengths.copy_(torch.maximum(longest, torch.from_numpy(depths * BLOCK + 1).int()))
+        total.copy_((lengths - shared.begins).sum())
         query.normal_(), own_row.normal_()
         out.fill_(float("nan"))
         graph.replay()

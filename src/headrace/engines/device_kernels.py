@@ -34,7 +34,7 @@ class DecodeRows:
     lengths: torch.Tensor
     """int32 [B], key-value rows each row sees, its own included; 0: padding."""
     total: torch.Tensor
-    """int32 [1], their sum without what is shared."""
+    """int32 [1], their sum without shared prefixes; rows are split by it."""
     shared: SharedPrefixes | None = None
     """Prefixes to be read once for several rows."""
 

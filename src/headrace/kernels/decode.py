@@ -3,8 +3,9 @@
 Program (head k, span s, row b) attends the G query heads of key-value head k to one span of the rows that b sees.
 With ROTATE queries and the row's own key are turned as they are read; what is in the pool has been.
 The row's own key and value, which are not in the pool yet, are the business of its last span: that puts them there and
-counts them in without reading them back. How many spans are really used depends on the row's length: a short row is
-one span, written straight to the output. Otherwise each span leaves a partial result, and the program that is last
+counts them in without reading them back. How many spans are really used depends on the row's length, and by
+that of all rows on how many key-value rows an even share is: what is no longer is one span, written straight to the
+output. Otherwise each span leaves a partial result, and the program that is last
 to do so makes the output of all of them. With SHARED a row's spans begin behind its shared prefix, whose parts
 are further partial results: ``prefix_kernel`` leaves them, and may be the last itself.
 
@@ -50,7 +51,7 @@ def decode_kernel(
     length = tl.load(lengths + row)
     table = tables + tl.load(slots + row).to(tl.int64) * table_stride
     prefix, past = tl.load(begins + row) if SHARED else length * 0, tl.maximum(length - 1, 0)
-    share = share_of(total, K, WINDOW, MIN_SPAN, PROGRAMS)
+    share = share_of(total, tl.num_programs(2), K, WINDOW, MIN_SPAN, PROGRAMS)
     first, span_rows, num_used = spans_of(past, prefix, num_spans, share, WINDOW, TILE)
     if span >= num_used:
         return

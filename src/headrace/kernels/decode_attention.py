@@ -35,8 +35,8 @@ _MAX_SPANS = 32
 _MIN_SPAN = 256
 """Key-value rows below which a span is not worth a program of its own."""
 _PROGRAMS_PER_MULTIPROCESSOR = 3
-"""Among which all rows are dealt out evenly. By timing on an H200: with fewer memory is not kept busy, with more,
-which must still all run at once, beginning and ending takes longer than it spares."""
+"""To which the key-value rows of a pass are dealt out. By timing on an H200: with fewer memory is not kept busy, with
+more, which must still all run at once, beginning and ending takes longer than it spares."""
 _PREFIX_STATES = 512
 """Rows times parts of a prefix: with 8 rows a piece, about as many programs a key-value head as fill the chip."""
 
@@ -48,7 +48,7 @@ class DecodeWorkspace:
     max_length: int
     """The longest sequence a row may have."""
     num_programs: int
-    """Among which all rows are dealt out."""
+    """To which the key-value rows of a pass are dealt out."""
     sums: torch.Tensor
     stats: torch.Tensor
     arrived: torch.Tensor
@@ -75,7 +75,7 @@ def decode_workspace(
     max_rows: int, num_heads: int, value_dim: int, max_length: int, device: torch.device
 ) -> DecodeWorkspace:
     num_programs = chip(device).num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
-    # ``num_spans`` makes fewer than twice what it divides, or a span a row, left where it has a prefix.
+    # ``num_spans`` makes fewer than four times that many, or a span a row, left where it has a prefix.
     num_slots = max(max_rows, min(4 * num_programs, max_rows * _MAX_SPANS))
     num_prefix_states = max(_PREFIX_STATES, max_rows)
 
@@ -110,7 +110,7 @@ def decode_attention(
     softcap: float | None = None,
     shared: SharedPrefixes | None = None,
     rotation: Rotation | None = None,
-    total: torch.Tensor | None = None,
+    total: torch.Tensor,
     out_BHE: torch.Tensor,
     workspace: DecodeWorkspace,
 ) -> None:
@@ -118,15 +118,12 @@ def decode_attention(
     ``lengths_B`` (int32) counts the key-value rows a query sees, of which the last are ``key_BKD`` and ``value_BKE``;
     it is 0 for a padding row, which gets zeros. Prefixes that are ``shared`` are read once a piece, unless a window
     makes them short anyway. Queries and keys are given before ``rotation``. ``total``: int32 [1], the sum of
-    ``lengths_B`` without what is shared; None: it is summed here."""
+    ``lengths_B`` without shared prefixes; it decides how rows are split and nothing else."""
     num_rows, num_heads, key_dim = query_BHD.shape
     num_kv_heads, value_dim = value_BKE.shape[1:]
     num_pairs, group = num_rows * num_kv_heads, num_heads // num_kv_heads
     num_spans, heads_padded = workspace.num_spans(num_pairs), max(8, triton.next_power_of_2(group))
     shared = None if window else shared
-    if total is None:
-        own_B = lengths_B if shared is None else lengths_B - shared.begins
-        total = own_B.sum(0, keepdim=True, dtype=torch.int32)
     pairs_each = num_pairs / chip(query_BHD.device).num_multiprocessors
     tile, num_warps, num_stages = _decode_shape(
         key_dim, heads_padded, pool_BSW.dtype, pairs_each, shared is not None

@@ -43,7 +43,7 @@ _BY_ROW = [
     "token_ids",
     "logprobs",
 ]
-"""Arrays that begin anywhere. Kernels are compiled once all the same, and for every number of rows."""
+"""Arrays of which some begin anywhere. Kernels are compiled once all the same, and for every number of rows."""
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_BY_ROW)

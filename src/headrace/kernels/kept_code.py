@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def folder(name: str) -> str:
-    """Of one compiler's code."""
+    """For what one compiler or library keeps."""
     return str(Path.home() / ".cache" / "headrace" / name)
 
 

@@ -2,7 +2,8 @@
 
 A pool is [blocks, S, W]; a row of it holds the K keys of a token (K x D), then its K values (K x E).
 
-Shape legend: N key-value rows of a tile, M query rows of a tile, D key or value head dim, E value head dim.
+Shape legend: N key-value rows of a tile, M query rows of a tile, P query heads of one row, padded,
+D key or value head dim, E value head dim.
 """
 
 # mypy: allow-incomplete-defs
@@ -156,9 +157,10 @@ def attend_few(
     K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, S: tl.constexpr,
     SOFTCAP: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr, IN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The same for the few queries of one row. Keys and values are the left operands of the products, whose tiles may
-    not be narrower than 16, and queries the right ones, of which 8 will do: less is computed for queries that are not
-    there. With IN_BLOCKS tiles begin where blocks do, and one that is a block is looked up once, not row by row."""
+    """As ``attend_rows``, for the few queries of one row. Keys and values are the left operands of the products, whose
+    tiles may not be narrower than 16, and queries the right ones, of which 8 will do: less is computed for queries
+    that are not there. With IN_BLOCKS ``begin`` is where a block does, and a tile that is a block is looked up once,
+    not row by row."""
     W: tl.constexpr = K * (D + E)
     A_BLOCK: tl.constexpr = IN_BLOCKS and TILE == S
     tokens_N = begin + tl.arange(0, TILE)
@@ -173,10 +175,11 @@ def attend_few(
         value_EN = load_columns(place + K * D + head * E, offsets_N, visible_N, E, E_PAD)
         scores_NP = scaled(product(key_ND, query_DP, EXACT), scale, SOFTCAP)
         scores_NP = tl.where(visible_N[:, None], scores_NP, float("-inf"))
-        # Every tile has a visible row, so that no maximum is infinite.
         new_top_P = tl.maximum(top_P, tl.max(scores_NP, axis=0))
-        weights_NP = tl.exp2(scores_NP - new_top_P[None, :])
-        rescale_P = tl.exp2(top_P - new_top_P)
+        # As in ``accumulate``.
+        shift_P = tl.where(new_top_P == float("-inf"), 0.0, new_top_P)
+        weights_NP = tl.exp2(scores_NP - shift_P[None, :])
+        rescale_P = tl.exp2(top_P - shift_P)
         total_P = total_P * rescale_P + tl.sum(weights_NP, axis=0)
         sum_EP = sum_EP * rescale_P[None, :] + product(value_EN, weights_NP.to(value_EN.dtype), EXACT)
         top_P = new_top_P

@@ -29,7 +29,10 @@ from headrace.kernels.states import (
 
 
 # As of ``decode_kernel``.
-@triton.jit(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["lengths", "total"])
+@triton.jit(
+    do_not_specialize=["num_spans"],
+    do_not_specialize_on_alignment=["lengths", "total", "begins", "members", "starts", "num_pieces"],
+)
 def prefix_kernel(
     query, cos, sin, pool, tables, slots, lengths, total, out, begins, members, starts, num_pieces,
     sums, stats, arrived, span_sums, span_stats, num_spans, scale,
@@ -77,7 +80,7 @@ def prefix_kernel(
         there_C = (members_C < num_members) & (begin < end)
         rows_C = tl.load(members + first + members_C, mask=there_C, other=0)
         past_C = tl.load(lengths + rows_C, mask=there_C, other=1) - 1
-        share = share_of(total, K, 0, MIN_SPAN, PROGRAMS)
+        share = share_of(total, 0, K, 0, MIN_SPAN, PROGRAMS)
         used_C = spans_of(past_C, prefix, num_spans, share, 0, SPAN_STEP)[2]
         last_C = are_last(arrived + rows_C * K + head, there_C, used_C + num_used_parts)
         # Spans of the rows that are finished here; none of the others.

@@ -20,7 +20,7 @@ class SharedPrefixes:
     """int32 throughout."""
 
     begins: torch.Tensor
-    """[B], key-value rows that a row has in common with its piece; 0 for a row of no piece."""
+    """[B], key-value rows that a row has in common with its piece, whole blocks of them; 0 for a row of no piece."""
     members: torch.Tensor
     """[B], rows of the pass, piece by piece."""
     starts: torch.Tensor

@@ -20,17 +20,21 @@ PART_STEP = tl.constexpr(128)
 
 
 @triton.jit
-def share_of(total, K: tl.constexpr, WINDOW: tl.constexpr, MIN_SPAN: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Key-value rows of a span, were all that are attended dealt out evenly. A window leaves unknown few of each row,
-    and there spans are as short as they may be."""
-    even = (tl.load(total).to(tl.int64) * K // PROGRAMS).to(tl.int32)
-    return MIN_SPAN if WINDOW > 0 else tl.maximum(even, MIN_SPAN)
+def share_of(
+    total, num_rows, K: tl.constexpr, WINDOW: tl.constexpr, MIN_SPAN: tl.constexpr, PROGRAMS: tl.constexpr
+):
+    """Key-value rows of a span, were all that are attended dealt out evenly. Of each row a window leaves so many at
+    most."""
+    read = tl.load(total).to(tl.int64)
+    if WINDOW > 0:
+        read = tl.minimum(read, num_rows * WINDOW)
+    return tl.maximum((read * K // PROGRAMS).to(tl.int32), MIN_SPAN)
 
 
 @triton.jit
 def spans_of(past, prefix, num_spans, share, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """The first key-value row that a span reads of a query with so many ``past`` ones, the rows of a span, and the
-    number of spans used: all alike, none shorter than a ``share`` and, unless they are too few, none twice as long."""
+    number of spans used: all but the last alike, and as short as may be without being shorter than a ``share``."""
     first = tl.maximum(past + 1 - WINDOW, 0) if WINDOW > 0 else prefix
     wanted = tl.minimum(tl.maximum((past - first) // share, 1), num_spans)
     span_rows = tl.maximum(tl.cdiv(past - first, wanted * TILE), 1) * TILE

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from headrace.data.packing import pack
-from headrace.kernels.kept_code import keep_compiled
 from headrace.models.float_residual import residual_dtype
 from headrace.trainers.forward_check import probe_sample
 from headrace.trainers.logprobs import RowTensors, decoder_output, head_bytes, row_tensors, slope_tokens
@@ -58,7 +57,6 @@ class DecoderBlocks:
         self.bytes_per_token: float | None = None
         """What all layers keep of a token, as a probe found it; None: nothing was probed yet."""
         if compiled:
-            keep_compiled()
             _allow_graphs()
         for index, layer in enumerate(self._layers):
             forward = compile_lean(layer.forward) if compiled else layer.forward

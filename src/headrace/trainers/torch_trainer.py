@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from headrace.algos.parameters import of_owner
 from headrace.data.dealing import minibatches
 from headrace.errors import ConfigError, InvariantError, TrainingError
+from headrace.kernels.kept_code import keep_compiled
 from headrace.protocols import WeightSender
 from headrace.timekeeping import TimeLedger
 from headrace.trainers.balance import ExpertBalance
@@ -72,6 +73,7 @@ class TorchTrainer:
         """``model`` is taken over: it is moved to float32 and to packed attention. Of several ``ranks`` the
         first has the model's weights and the ``sender``, on the others ``model`` is hollow. ``chosen`` are
         ``TrainOptions`` by name."""
+        keep_compiled()
         self._options = options = TrainOptions(**chosen)
         self.objective = options.objective()
         if options.optimal_baseline and ranks.size > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def poisoned(*shape, dtype):
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
-def decode(heads, lengths, *, seed=0, workspace=None, **options):
+def decode(heads, lengths, *, seed=0, workspace=None, total=None, **options):
     """Relative error of a decode pass over these lengths; 0 is a padding row."""
     generator = torch.Generator().manual_seed(seed)
     cache = make_cache(heads, [max(length, 1) for length in lengths], generator)
@@ -51,6 +52,7 @@ def decode(heads, lengths, *, seed=0, workspace=None, **options):
         order.to(DEVICE),
         torch.tensor(lengths, dtype=torch.int32)[order].to(DEVICE),
         scale=scale,
+        total=torch.tensor([sum(lengths) if total is None else total], dtype=torch.int32, device=DEVICE),
         out_BHE=out,
         workspace=workspace,
         **options,
@@ -67,7 +69,7 @@ def decode(heads, lengths, *, seed=0, workspace=None, **options):
                 cache.values[sequence],
                 lengths[sequence] - 1,
                 scale=scale,
-                **{name: option for name, option in options.items() if name != "total"},
+                **options,
             )[0]
     return relative_error(out, expected)
 
@@ -99,26 +101,44 @@ def test_decode_with_a_window_or_a_soft_cap(options):
     assert decode(Heads(7, 1, 64, 64), [1, 5, 20, 21, 260, 500], **options) < TOLERANCE[FP32]
 
 
-def test_rows_are_dealt_out_evenly():
-    """A row that is longer than the others is split further, one that is no longer than a share is not split."""
-    heads, lengths = Heads(7, 1, 32, 32), [4000, 700, 100, 1500]
+def spans_used(heads, lengths, *, num_programs, **options):
+    """Of each sequence, in order of their number; 0: one, which is written straight to the output."""
     workspace = decode_workspace(len(lengths), heads.num, heads.value_dim, 4096, DEVICE)
-    workspace = dataclasses.replace(workspace, num_programs=8)
+    workspace = dataclasses.replace(workspace, num_programs=num_programs)
     workspace.stats.fill_(float("nan"))
-    assert decode(heads, lengths, workspace=workspace) < TOLERANCE[FP32]
-    num_spans = workspace.num_spans(len(lengths))
-    tops = workspace.stats.view(-1, heads.num, num_spans, 2)[: len(lengths), 0, :, 0]
-    used = (~tops.isnan()).sum(1)
-    # A share is 6300 / 8; what is one span is written straight to the output.
-    assert sorted(used.tolist()) == [0, 0, 0, num_spans] and num_spans == 4
-    assert workspace.num_spans(1) == 16 and workspace.num_spans(3) == 6 and workspace.num_spans(17) == 1
+    assert decode(heads, lengths, workspace=workspace, **options) < TOLERANCE[FP32]
+    num_spans = workspace.num_spans(len(lengths) * heads.num_kv)
+    shape = len(lengths), heads.num, num_spans, 2
+    tops = workspace.stats[: math.prod(shape)].view(shape)[:, 0, :, 0]
+    return sorted((~tops.isnan()).sum(1).tolist())
 
 
-@pytest.mark.parametrize("total", [0, 50, 10_000])
+@pytest.mark.parametrize(
+    ("lengths", "num_programs", "options", "expected"),
+    [
+        # A share is 2 x 6300 / 16.
+        pytest.param([4000, 700, 100, 1500], 16, {}, [0, 0, 0, 4], id="none may have more than four"),
+        pytest.param([2000, 1000, 700], 16, {}, [0, 2, 4], id="a longer row is split further"),
+        pytest.param([500, 500], 24, {}, [0, 0], id="too short to be split"),
+        pytest.param([3000, 3000], 16, {"window": 600}, [2, 2], id="a window, of which no more are read"),
+    ],
+)
+def test_rows_are_dealt_out_evenly(lengths, num_programs, options, expected):
+    assert spans_used(Heads(4, 2, 32, 32), lengths, num_programs=num_programs, **options) == expected
+
+
+def test_there_is_room_for_every_span():
+    for max_rows in (1, 7, 25, 60, 400):
+        workspace = decode_workspace(max_rows, 8, 16, 1 << 20, DEVICE)
+        for num_kv in (1, 2, 8):
+            most = max(rows * workspace.num_spans(rows * num_kv) for rows in range(1, max_rows + 1))
+            assert most * 8 * 2 <= workspace.stats.numel()
+
+
+@pytest.mark.parametrize("total", [0, 50, 2**31 - 1])
 def test_any_total_gives_the_same_rows(total):
     """It decides how rows are split and nothing else: a pass of padding alone leaves it at 0."""
-    given = torch.tensor([total], dtype=torch.int32, device=DEVICE)
-    assert decode(Heads(7, 1, 64, 64), [1, 300, 0, 1500], total=given) < TOLERANCE[FP32]
+    assert decode(Heads(14, 2, 64, 64), [1, 300, 0, 1500], total=total) < TOLERANCE[FP32]
 
 
 def test_a_workspace_serves_one_pass_after_another():
@@ -139,6 +159,7 @@ def test_padding_rows_decode_to_zeros():
         torch.zeros(2, dtype=torch.int64, device=DEVICE),
         torch.zeros(2, dtype=torch.int32, device=DEVICE),
         scale=1.0,
+        total=torch.zeros(1, dtype=torch.int32, device=DEVICE),
         out_BHE=out,
         workspace=decode_workspace(2, 7, 32, 64, DEVICE),
     )

@@ -82,7 +82,8 @@ def test_decode_rotates_as_it_reads(heads, shared):
         decode_attention(
             *given, value, pool, cache.tables, torch.arange(len(lengths), device=DEVICE),
             torch.tensor(lengths, dtype=torch.int32, device=DEVICE), scale=heads.key_dim**-0.5, shared=prefixes,
-            rotation=turned, out_BHE=out, workspace=workspace,
+            rotation=turned, total=torch.tensor([sum(lengths)], dtype=torch.int32, device=DEVICE), out_BHE=out,
+            workspace=workspace,
         )  # fmt: skip
         found.append((out, pool))
     (out, pool), (expected, expected_pool) = found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from kernel_cases import (
@@ -46,7 +48,7 @@ def decode(heads, lengths, pieces, **options):
     return relative_error(*outputs(heads, lengths, pieces, **options))
 
 
-def outputs(heads, lengths, pieces, *, seed=0, workspace=None, **options):
+def outputs(heads, lengths, pieces, *, seed=0, workspace=None, num_programs=None, **options):
     """What a pass over sequences of these lengths (0: a padding row) returns, and what it should, where each piece
     (sequences, prefix) shares a prefix. Rows come in a random order."""
     generator = torch.Generator().manual_seed(seed)
@@ -61,6 +63,8 @@ def outputs(heads, lengths, pieces, *, seed=0, workspace=None, **options):
         (len(lengths), heads.num, heads.value_dim), float("nan"), dtype=heads.dtype, device=DEVICE
     )
     workspace = workspace or decode_workspace(len(lengths), heads.num, heads.value_dim, max(lengths), DEVICE)
+    if num_programs is not None:
+        workspace = dataclasses.replace(workspace, num_programs=num_programs)
     scale = heads.key_dim**-0.5
     whole = cache.pool_BSW.clone()
     key, value = take_last(cache, heads, lengths)
@@ -73,6 +77,9 @@ def outputs(heads, lengths, pieces, *, seed=0, workspace=None, **options):
         order.to(DEVICE),
         torch.tensor(lengths, dtype=torch.int32)[order].to(DEVICE),
         scale=scale,
+        total=torch.tensor([sum(lengths) - sum(len(piece) * n for piece, n in pieces)], dtype=torch.int32).to(
+            DEVICE
+        ),
         shared=shared_prefixes(len(lengths), [([row_of[s] for s in piece], n) for piece, n in pieces]),
         out_BHE=out,
         workspace=workspace,
@@ -163,7 +170,25 @@ def test_rows_with_a_shared_prefix_match_float64(heads, lengths, pieces):
 )  # fmt: skip
 def test_it_does_not_matter_who_is_last_with_a_row(monkeypatch, heads, lengths, pieces):
     """Programs on a GPU end in any order; here either kernel is the last with every row."""
-    finished_by_own, expected = outputs(heads, lengths, pieces)
+    agree_in_either_order(monkeypatch, heads, lengths, pieces)
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "num_programs"),
+    [
+        pytest.param(Heads(4, 2, 32, 32), [3064, 1064], 12, id="a share of several heads"),
+        pytest.param(Heads(2, 1, 32, 32), [3064, 65, 65, 65, 65], 10, id="one row that is far longer"),
+        pytest.param(Heads(2, 1, 80, 80, HALF), [65, 1607], 8, id="spans of other tiles than the prefix's"),
+    ],
+)
+def test_both_kernels_know_how_many_spans_a_row_has(monkeypatch, heads, lengths, num_programs):
+    """Rows are dealt out to few programs here, so that a share is longer than the shortest span."""
+    pieces = [(list(range(len(lengths))), 64)]
+    agree_in_either_order(monkeypatch, heads, lengths, pieces, num_programs=num_programs)
+
+
+def agree_in_either_order(monkeypatch, heads, lengths, pieces, **options):
+    finished_by_own, expected = outputs(heads, lengths, pieces, **options)
     order = []
 
     def other_way_round(attend_prefixes, attend_own, _side):
@@ -172,7 +197,7 @@ def test_it_does_not_matter_who_is_last_with_a_row(monkeypatch, heads, lengths, 
             order.append(launch)
 
     monkeypatch.setattr(module, "_side_by_side", other_way_round)
-    finished_by_prefixes, _ = outputs(heads, lengths, pieces)
+    finished_by_prefixes, _ = outputs(heads, lengths, pieces, **options)
     assert len(order) == 2
     assert relative_error(finished_by_own, expected) < TOLERANCE[heads.dtype]
     assert torch.equal(finished_by_own, finished_by_prefixes)
