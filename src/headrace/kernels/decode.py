@@ -3,11 +3,11 @@
 Program (head k, span s, row b) attends the G query heads of key-value head k to one span of the rows that b sees.
 With ROTATE queries and the row's own key are turned as they are read; what is in the pool has been.
 The row's own key and value, which are not in the pool yet, are the business of its last span: that puts them there and
-counts them in without reading them back. How many spans are really used depends on the row's length, and by
-that of all rows on how many key-value rows an even share is: what is no longer is one span, written straight to the
-output. Otherwise each span leaves a partial result, and the program that is last
-to do so makes the output of all of them. With SHARED a row's spans begin behind its shared prefix, whose parts
-are further partial results: ``prefix_kernel`` leaves them, and may be the last itself.
+counts them in without reading them back. Key-value rows are dealt out evenly, so how many spans are really used depends
+on the row's length and on the ``total`` of all. A short row is one span, written straight to the output. Otherwise each
+span leaves a partial result, and the program that is last to do so makes the output of all of them. With SHARED a row's
+spans begin behind its shared prefix, whose parts are further partial results: ``prefix_kernel`` leaves them, and may be
+the last itself.
 
 Shape legend: G query heads of a key-value head, P the same padded to a power of two, N key-value rows of a
 tile, D key head dim, E value head dim.
