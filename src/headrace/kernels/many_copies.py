@@ -35,7 +35,7 @@ class ManyCopies:
         addresses = torch.tensor([source.data_ptr() for source in sources]).to(
             self._places.device, non_blocking=True
         )
-        _copy[(self._num_tiles, len(sources))](addresses, self._places, TILE=_TILE, num_warps=4)
+        _copy[(self._num_tiles, len(sources))](addresses, self._places, TILE=_TILE, num_warps=8)
 
 
 def _as_rows(view: torch.Tensor) -> tuple[int, int, int]:
@@ -60,8 +60,18 @@ def _copy(addresses, places, TILE: tl.constexpr):
     place = places + number * 4
     target = tl.load(place).to(tl.pointer_type(tl.int16))
     count, width, step = tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
-    units = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = units < count * width
-    tl.store(
-        target + units // width * step + units % width, tl.load(source + units, mask=inside), mask=inside
-    )
+    first = tl.program_id(0).to(tl.int64) * TILE
+    if first >= count * width:
+        return
+    # One division of wide numbers tells where the tile begins; where rows end within it is told in narrow ones.
+    column = first % width
+    left = tl.minimum(width - column, TILE).to(tl.int32)
+    units = tl.arange(0, TILE)
+    behind = units - left
+    num_ends = (behind >= 0).to(tl.int32)
+    if width < TILE:
+        num_ends += tl.maximum(behind, 0) // width.to(tl.int32)
+    inside = units < count * width - first
+    begin = target + first // width * step + column
+    to = begin + units + num_ends.to(tl.int64) * (step - width)
+    tl.store(to, tl.load(source + first + units, mask=inside), mask=inside)

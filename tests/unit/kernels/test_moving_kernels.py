@@ -100,6 +100,22 @@ def test_many_copies_write_their_views_and_nothing_else(dtype):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("width", [1, 3, 1000, 4095, 4096, 4097, 9000])
+def test_many_copies_find_where_rows_end_in_every_tile(width):
+    num_rows = 3 * 4096 // width + 2
+    memory = torch.zeros((num_rows, width + 5), dtype=torch.bfloat16, device=DEVICE)
+    source = (
+        torch.arange(1, num_rows * width + 1, device=DEVICE).remainder(251).bfloat16().view(num_rows, width)
+    )
+    expected = torch.zeros_like(memory)
+    expected[:, 2:-3] = source
+    # The first is dense, and shorter than the grid that the second needs.
+    dense = torch.zeros(7, dtype=torch.bfloat16, device=DEVICE)
+    ManyCopies([dense, memory[:, 2:-3]]).copy_from([torch.ones_like(dense), source])
+    assert torch.equal(memory, expected)
+    assert dense.tolist() == [1.0] * 7
+
+
 def test_a_large_tensor_does_not_make_the_grid_too_high(monkeypatch):
     """CUDA takes 65,535 programs along the second axis, and as good as any number along the first."""
     grids = []
