@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -229,6 +230,26 @@ def bench_mismatch(
     write_json(json_file, figures)
 
 
+@bench.command("kernels")
+def bench_kernels(
+    only: Annotated[str, typer.Option(help="cases with this in their name, such as 'decode 7B'")] = "",
+    compile_only: Annotated[
+        bool, typer.Option("--compile-only", help="without a GPU: what they are compiled to for an H200")
+    ] = False,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Every GPU kernel by itself: how close it comes to what the chip can do, or which resources it takes."""
+    _require_triton("bench kernels")
+    if not compile_only:
+        _require_gpu("bench kernels", "run it on a machine with one, or with --compile-only")
+    from headrace.bench import kernels
+
+    figures = (kernels.run_compiled if compile_only else kernels.run)(only, progress=_tell)
+    output().print(kernels.table(figures))
+    write_json(json_file, figures)
+
+
 @bench.command("soak")
 def bench_soak(
     shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-0.5b")] = "qwen2-0.5b",
@@ -344,8 +365,13 @@ def _tell(line: str) -> None:
     output(stderr=True).print(f"{time.monotonic() - _BEGUN:6.1f} s  {line}")
 
 
-def _require_gpu(command: str) -> None:
+def _require_gpu(command: str, remedy: str = "run it on a machine with one") -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError(f"{command} needs a GPU and torch sees none; run it on a machine with one")
+        raise ConfigError(f"{command} needs a GPU and torch sees none; {remedy}")
+
+
+def _require_triton(command: str) -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(f"{command} needs Triton, which is not installed; pip install triton")

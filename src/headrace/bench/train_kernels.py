@@ -1,7 +1,6 @@
-"""The trainer's GPU kernels beside the functions they stand for: ``python -m headrace.bench.train_kernels``.
+"""Cases of the trainer's kernels, each beside the function it stands for, over the same memory.
 
-Out: two lines a shape, as ``bench.kernels`` writes them. Shapes are those of Qwen2 1.5B and rows of 12,051 tokens.
-Both sides of a pair run over the same memory.
+Shapes are those of Qwen2 1.5B and rows of 12,051 tokens, where a case does not name another.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from headrace.bench.kernels import COLD_BYTES, MODELS, VOCAB_SIZE, Case, report
+from headrace.bench.kernel_cases import MODELS, VOCAB_SIZE, Case, cold_copies, launching
 from headrace.kernels import add as add_kernel
 from headrace.kernels import head_values, repeated_rows
 from headrace.models.shared_prefix import segment_bounds
@@ -37,35 +36,35 @@ def cases(device: torch.device) -> Iterator[Case]:
 def token_values(num_tokens: int, device: torch.device) -> Iterator[Case]:
     """Its bytes are one reading of the logits."""
     num_bytes = num_tokens * VOCAB_SIZE * 4
-    copies = max(1, min(16, int(COLD_BYTES // num_bytes)))
+    copies = cold_copies(num_bytes, most=16)
     logits = [torch.randn((num_tokens, VOCAB_SIZE), device=device) * 3.0 for _ in range(copies)]
     ids = torch.randint(VOCAB_SIZE, (num_tokens,), device=device)
     temperatures = torch.ones(num_tokens, device=device)
     peer = fused(plain_token_values, device.type)
 
     def launches(function: Callable[..., object]) -> list[Callable[[], None]]:
-        return [_launch(function, x, ids, temperatures, None) for x in logits]
+        return [launching(function, x, ids, temperatures, None) for x in logits]
 
     name = f"head {num_tokens} x {VOCAB_SIZE}"
     yield Case(name, launches(head_values.token_values), num_bytes, "TB/s")
-    yield Case(f"{name} compiled", launches(peer), num_bytes, "TB/s")
+    yield Case(name, launches(peer), num_bytes, "TB/s", "torch, compiled")
 
 
 def add(shape: tuple[int, ...], device: torch.device) -> Iterator[Case]:
     """Its bytes are a float32 sum read and written and a bf16 term read."""
     num_bytes = 10 * math.prod(shape)
-    copies = max(2, min(32, int(COLD_BYTES // num_bytes)))
+    copies = cold_copies(num_bytes, least=2)
     sums = [torch.randn(shape, device=device) for _ in range(copies)]
     terms = [torch.randn(shape, device=device).bfloat16() for _ in range(copies)]
     peer = torch.compile(_plain_add, dynamic=True)
 
     def launches(function: Callable[..., object]) -> list[Callable[[], None]]:
         pairs = zip(sums, terms, strict=True)
-        return [_launch(function, total.view(-1), term.view(-1)) for total, term in pairs]
+        return [launching(function, total.view(-1), term.view(-1)) for total, term in pairs]
 
     name = f"add {' x '.join(map(str, shape))}"
     yield Case(name, launches(add_kernel.add_to), num_bytes, "TB/s")
-    yield Case(f"{name} compiled", launches(peer), num_bytes, "TB/s")
+    yield Case(name, launches(peer), num_bytes, "TB/s", "torch, compiled")
 
 
 def shared_rows(model: str, device: torch.device) -> Iterator[Case]:
@@ -80,7 +79,7 @@ def shared_rows(model: str, device: torch.device) -> Iterator[Case]:
     _, _, tokens, starts, places = bounds.edges.split(sizes)
     _, num_kv, dim = MODELS[model]
     num_bytes = 2 * (num_tokens + num_places) * num_kv * dim * 2
-    copies = max(2, min(32, int(COLD_BYTES // num_bytes)))
+    copies = cold_copies(num_bytes, least=2)
 
     def pairs(count: int) -> list[torch.Tensor]:
         return [torch.randn((2, count, num_kv, dim), device=device).bfloat16() for _ in range(copies)]
@@ -95,24 +94,15 @@ def shared_rows(model: str, device: torch.device) -> Iterator[Case]:
 
     laid, summed = pairs(num_tokens), pairs(num_places)
     shape = f"{model} {num_places} keys"
-    ours = [_launch(repeated_rows.lay_out, *pair, tokens) for pair in laid]
+    ours = [launching(repeated_rows.lay_out, *pair, tokens) for pair in laid]
     yield Case(f"lay out {shape}", ours, num_bytes, "TB/s")
-    yield Case(f"lay out {shape} torch", [_launch(plain_lay_out, *pair) for pair in laid], num_bytes, "TB/s")
-    ours = [_launch(repeated_rows.row_sums, *pair, starts, places) for pair in summed]
+    yield Case(
+        f"lay out {shape}", [launching(plain_lay_out, *pair) for pair in laid], num_bytes, "TB/s", "torch"
+    )
+    ours = [launching(repeated_rows.row_sums, *pair, starts, places) for pair in summed]
     yield Case(f"sum {shape}", ours, num_bytes, "TB/s")
-    yield Case(f"sum {shape} torch", [_launch(plain_sums, *pair) for pair in summed], num_bytes, "TB/s")
+    yield Case(f"sum {shape}", [launching(plain_sums, *pair) for pair in summed], num_bytes, "TB/s", "torch")
 
 
 def _plain_add(total: torch.Tensor, term: torch.Tensor) -> None:
     total += term
-
-
-def _launch(function: Callable[..., object], *arguments: object) -> Callable[[], None]:
-    def launch() -> None:
-        function(*arguments)
-
-    return launch
-
-
-if __name__ == "__main__":
-    report(cases(torch.device("cuda")))

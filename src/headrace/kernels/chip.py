@@ -18,8 +18,14 @@ class Chip(NamedTuple):
     num_multiprocessors: int
 
 
+H200 = Chip(HOPPER, 132)
+"""Tensors without memory (device ``meta``) are taken to be there: kernels are compiled over them, and not run."""
+
+
 @cache
 def chip(device: torch.device) -> Chip:
+    if device.type == "meta":
+        return H200
     if device.type != "cuda":
         return Chip(0, 8)
     facts = torch.cuda.get_device_properties(device)

@@ -52,7 +52,7 @@ def gated_product(
     """[T, W] of dense rows, and with ``keep`` both products in pairs, [T, O]."""
     generation, num_multiprocessors = chip(x_TI.device)
     if generation != HOPPER:
-        return _by_torch(x_TI, weights, keep=keep)
+        return by_torch(x_TI, weights, keep=keep)
     sizes = (*x_TI.shape, weights.gate.shape[0])
     if weights.whole is not None and gated_library.is_installed():
         library_tiles = choose_library_tiles(*sizes)
@@ -61,7 +61,7 @@ def gated_product(
     tiles = choose_tiles(*sizes, keep=keep, num_multiprocessors=num_multiprocessors)
     if tiles is not None:
         return tiled_product(x_TI, weights, tiles, keep=keep)
-    return _by_torch(x_TI, weights, keep=keep)
+    return by_torch(x_TI, weights, keep=keep)
 
 
 def tiled_product(
@@ -106,9 +106,10 @@ def gate_gradients(grad_TW: torch.Tensor, products_TO: torch.Tensor) -> tuple[to
     return grads_TO, inner_TW
 
 
-def _by_torch(
+def by_torch(
     x_TI: torch.Tensor, weights: GatedWeights, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same by torch's product in float32, and a pass over it."""
     matrices = (weights.gate, weights.up) if weights.whole is None else (weights.whole,)
     inner, products = [], []
     for rows in x_TI.split(_ROWS_AT_ONCE):

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from headrace.kernels.chip import ALIGNED
 
-_FEW_ROWS = 64
+FEW_ROWS = 64
+"""Up to which weights are the left operand."""
 _NARROW_INPUTS = 2048
 _TORCH_ROWS_NARROW, _TORCH_ROWS_WIDE = 256, 512
 """Up to where torch's product may be the quicker way: the narrower a model, the larger a part of the whole is a pass
@@ -72,11 +73,13 @@ _WAYS = (
     _Way(Tiles(128, 64, 64, 4, 3, False, 8), 2, 8.4, 15.8),
     _Way(Tiles(64, 64, 64, 4, 4, False, 8), 2, 0.4, 13.0),
 )
+TILES_OF_MANY = tuple(way.tiles for way in _WAYS)
+"""Of which one is chosen for more rows than few."""
 
 
 def choose_library_tiles(num_rows: int, num_inputs: int, width: int) -> LibraryTiles | None:
     """None: another way is quicker, or the only one."""
-    if num_inputs % ALIGNED or width % ALIGNED or num_rows <= _FEW_ROWS:
+    if num_inputs % ALIGNED or width % ALIGNED or num_rows <= FEW_ROWS:
         return None
     match -(-num_rows // _LIBRARY_ROWS):
         case 1:
@@ -96,7 +99,7 @@ def choose_tiles(
     if num_inputs % ALIGNED:
         return None
     narrow = num_inputs <= _NARROW_INPUTS
-    if num_rows <= _FEW_ROWS:
+    if num_rows <= FEW_ROWS:
         return Tiles(max(16, 1 << (num_rows - 1).bit_length()), 64, 64 if narrow else 128, 4, 4, True, 1)
     if keep or not narrow:
         return _MANY if keep or num_rows > _TORCH_ROWS_WIDE else None

@@ -90,7 +90,7 @@ def test_torchs_products_are_kept_in_pairs_too(monkeypatch, joined):
     monkeypatch.setattr(gated, "_ROWS_AT_ONCE", 8)
     x, apart, products = layer(19, 24, 40)
     whole = torch.cat((apart.gate, apart.up))
-    inner, kept = gated._by_torch(x, apart._replace(whole=whole if joined else None), keep=True)
+    inner, kept = gated.by_torch(x, apart._replace(whole=whole if joined else None), keep=True)
     assert relative_error(inner, made(products)) < 1.1 * one_rounding(made(products))
     assert kept is not None and kept.is_contiguous()
     assert relative_error(kept, in_pairs(products)) < TOLERANCE[HALF]
@@ -112,7 +112,7 @@ def test_who_computes_a_gated_product(monkeypatch, generation, installed, joined
     monkeypatch.setattr(gated_library, "is_installed", lambda: installed)
     monkeypatch.setattr(gated_library, "library_product", lambda *_, **__: "library")
     monkeypatch.setattr(gated, "tiled_product", lambda *_, **__: "tiles")
-    monkeypatch.setattr(gated, "_by_torch", lambda *_, **__: "torch")
+    monkeypatch.setattr(gated, "by_torch", lambda *_, **__: "torch")
     x, whole = torch.zeros((num_rows, 1536)), torch.zeros((2 * 8960, 1536))
     weights = GatedWeights(*whole.split(8960), whole if joined else None)
     assert gated.gated_product(x, weights, keep=False) == who

@@ -1,0 +1,81 @@
+"""Every GPU kernel through the real compiler, for a chip that need not be there: what the interpreter cannot tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+KERNELS = Path(__file__).parents[3] / "src" / "headrace" / "kernels"
+# The compiler takes a minute for all of them; a machine that is busy, several.
+pytestmark = pytest.mark.timeout(600)
+
+
+def said_by(folder, *command):
+    """Standard output of a Python that compiles kernels instead of interpreting them."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder)
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=580
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def kernels(folder):
+    file = folder / "kernels.json"
+    shown = said_by(folder, "-m", "headrace.cli", "bench", "kernels", "--compile-only", "--json", str(file))
+    assert shown.startswith("compiled for an H200")
+    return json.loads(file.read_text())["kernels"]
+
+
+def test_every_kernel_that_is_launched_compiles(kernels):
+    launched = {
+        name
+        for file in KERNELS.glob("*.py")
+        for name in re.findall(r"(\w+)\[(?:grid\]|\()", file.read_text())
+    }
+    assert {kernel["kernel"] for kernel in kernels} == launched
+
+
+def test_no_kernel_keeps_numbers_in_memory_for_want_of_registers(kernels):
+    """But for one, a few bytes outside its loop."""
+    spilled = {kernel["kernel"] for kernel in kernels if kernel["spilled_bytes"]}
+    assert spilled <= {"prefix_kernel"}
+    assert all(kernel["spilled_bytes"] <= 16 for kernel in kernels)
+
+
+def test_all_programs_that_rows_are_dealt_out_to_run_at_once(kernels):
+    """Key-value rows of a pass are dealt out to three programs a multiprocessor; one that must wait for another costs
+    as much as all before it."""
+    at_once = [kernel["at_once"] for kernel in kernels if kernel["kernel"] == "decode_kernel"]
+    assert len(at_once) > 6 and min(at_once) >= 3
+
+
+def test_passes_of_all_sizes_need_few_variants(folder):
+    """Each costs seconds of a start, or of the first pass that needs it."""
+    told = said_by(folder, str(Path(__file__).with_name("launched_variants.py")))
+    usual = {
+        "decode_kernel": 4,  # three shapes, and one beside shared prompts
+        "prefix_kernel": 1,
+        "_write_kernel": 1,
+        "prefill_kernel": 1,
+        "scan_kernel": 6,  # one or two rows a program: of all rows, of those to be cut, of those that were
+        "pick_kernel": 2,
+        "cut_kernel": 1,
+        "list_kernel": 1,
+    }
+    assert json.loads(told) == dict.fromkeys(("0.5B", "1.5B", "7B"), usual)
