@@ -66,8 +66,8 @@ class _Inputs(NamedTuple):
         def launch(copy: int) -> Callable[[], None]:
             slots = torch.arange(copy * rows, (copy + 1) * rows, device=device)
             return lambda: decode_attention.decode_attention(
-                self.query, self.key, self.value, self.pool, self.tables, slots, self.lengths, scale=dim**-0.5, shared=shared,
-                rotation=self.rotation, total=total, out_BHE=out, workspace=workspace,
+                self.query, self.key, self.value, self.pool, self.tables, slots, self.lengths, scale=dim**-0.5,
+                shared=shared, rotation=self.rotation, total=total, out_BHE=out, workspace=workspace,
             )  # fmt: skip
 
         return [launch(copy) for copy in range(self.copies)]

@@ -230,6 +230,44 @@ def bench_mismatch(
     write_json(json_file, figures)
 
 
+@bench.command("start")
+def bench_start(
+    shape: Annotated[str | None, typer.Option(help="a model shape, such as qwen2-1.5b")] = None,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """From the start of a process to the engine's first token: with empty caches, then with warm ones."""
+    import torch
+
+    from headrace.bench import start
+
+    usual = "qwen2-1.5b" if torch.cuda.is_available() else "qwen2-0.2b"
+    figures = start.run(shape or usual, progress=_tell)
+    output().print(start.table(figures))
+    write_json(json_file, figures)
+
+
+@bench.command("passes")
+def bench_passes(
+    shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",
+    rows: Annotated[
+        list[str] | None, typer.Option(help="rows and tokens of each, such as 24x1500; may be repeated")
+    ] = None,
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Single decode passes on a GPU, kernel by kernel, beside what reading their bytes would take."""
+    from headrace import build
+    from headrace.bench import passes
+
+    kinds = [passes.kind_of(text) for text in rows or ()] or passes.USUAL
+    _require_gpu("bench passes")
+    build.quieten()
+    figures = passes.run(shape, kinds=kinds, progress=_tell)
+    output().print(passes.table(figures))
+    write_json(json_file, figures)
+
+
 @bench.command("kernels")
 def bench_kernels(
     only: Annotated[str, typer.Option(help="cases with this in their name, such as 'decode 7B'")] = "",
