@@ -7,6 +7,8 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 EXTRAS ?= dev
 BENCHES ?= overlap engine
+# For bench-gpu: the Python of an environment with Headrace, vLLM and TRL, unless they are in this one.
+PEER_PYTHON ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.headrace-setup
@@ -14,7 +16,7 @@ STAMP := $(VENV)/.headrace-setup
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu check format docs bench clean
+.PHONY: help setup demo test test-slow test-gpu check format docs bench bench-gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -60,6 +62,24 @@ docs: setup  ## rewrite the generated pages
 bench: setup  ## the benchmarks named in BENCHES, each into build/bench/NAME.json
 	@mkdir -p build/bench
 	for name in $(BENCHES); do $(BIN)/headrace bench $$name --json build/bench/$$name.json || exit 1; done
+
+GPU_BENCH = $(BIN)/headrace bench
+PEER := $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+bench-gpu: setup  ## everything one GPU is held to, with its peers: an hour; then the aims beside what was seen
+	@mkdir -p build/bench
+	$(GPU_BENCH) start --json build/bench/start.json
+	for shape in 0.5b 1.5b 7b; do \
+	  $(GPU_BENCH) engine --shape qwen2-$$shape --against vllm $(PEER) --json build/bench/engine-$$shape.json || exit 1; \
+	done
+	$(GPU_BENCH) step --against trl $(PEER) --steps 3 --offload moments --json build/bench/step.json
+	$(GPU_BENCH) train --json build/bench/train-1.5b.json
+	$(GPU_BENCH) train --shape qwen2-7b --groups 4 --row-tokens 8192 --no-optimizer --json build/bench/train-7b.json
+	for shape in 1.5b 7b; do \
+	  $(GPU_BENCH) sync --shape qwen2-$$shape --only full-cuda_ipc --json build/bench/sync-$$shape.json || exit 1; \
+	done
+	$(GPU_BENCH) mismatch --against vllm $(PEER) --json build/bench/mismatch.json
+	$(GPU_BENCH) soak --json build/bench/soak.json
+	$(GPU_BENCH) aims build/bench
 
 clean:  ## remove caches and build products; the virtual environment and runs/ stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

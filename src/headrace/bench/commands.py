@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.bench import provenance
 from headrace.cli_common import JsonFile, Traceback, output, write_json
 from headrace.errors import ConfigError
 
@@ -76,7 +77,7 @@ def bench_engine(
             progress=_tell,
         )
         output().print(rollouts.table(figures))
-    write_json(json_file, figures)
+    _write("engine", json_file, figures)
     _fail_with(against, figures)
 
 
@@ -85,6 +86,7 @@ def bench_train(
     shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",
     optimizer: Annotated[bool, typer.Option(help="the optimizer's step too; needs memory for it")] = True,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
+    groups: Annotated[int, typer.Option(min=1, help="of 8 rollouts of 256 + 512 tokens")] = 64,
     row_tokens: Annotated[int, typer.Option(min=1, help="trainer.row_tokens")] = 16384,
     host_moments: Annotated[bool, typer.Option(help="trainer.offload = moments")] = False,
     json_file: JsonFile = None,
@@ -92,13 +94,19 @@ def bench_train(
 ) -> None:
     """Forward, backward and optimizer on a GPU, with and without shared prefixes."""
     from headrace.bench import train
+    from headrace.bench.step_workload import StepWorkload
 
     _require_gpu("bench train")
     figures = train.run(
-        shape=shape, repeats=repeats, optimizer=optimizer, row_tokens=row_tokens, host_moments=host_moments
+        shape=shape,
+        workload=StepWorkload(num_groups=groups),
+        repeats=repeats,
+        optimizer=optimizer,
+        row_tokens=row_tokens,
+        host_moments=host_moments,
     )
     output().print(train.table(figures))
-    write_json(json_file, figures)
+    _write("train", json_file, figures)
 
 
 @bench.command("head")
@@ -125,7 +133,7 @@ def bench_head(
         repeats=repeats,
     )
     output().print(head.table(figures))
-    write_json(json_file, figures)
+    _write("head", json_file, figures)
 
 
 @bench.command("step")
@@ -156,7 +164,7 @@ def bench_step(
         progress=_tell,
     )
     output().print(step.table(figures))
-    write_json(json_file, figures)
+    _write("step", json_file, figures)
     _fail_with(against, figures)
 
 
@@ -183,7 +191,7 @@ def bench_sync(
         progress=_tell,
     )
     output().print(sync.table(figures))
-    write_json(json_file, figures)
+    _write("sync", json_file, figures)
 
 
 @bench.command("adapters")
@@ -203,7 +211,7 @@ def bench_adapters(
         _require_gpu("bench adapters --shape")
     figures = adapters.run(shape, rank=rank, num_adapters=num_adapters, progress=_tell)
     output().print(adapters.table(figures))
-    write_json(json_file, figures)
+    _write("adapters", json_file, figures)
 
 
 @bench.command("mismatch")
@@ -227,7 +235,7 @@ def bench_mismatch(
     workload = mismatch.Workload(seed=seed)
     figures = mismatch.run(shape, against=against, peer_python=peer_python, workload=workload, progress=_tell)
     output().print(mismatch.table(figures))
-    write_json(json_file, figures)
+    _write("mismatch", json_file, figures)
 
 
 @bench.command("start")
@@ -244,7 +252,7 @@ def bench_start(
     usual = "qwen2-1.5b" if torch.cuda.is_available() else "qwen2-0.2b"
     figures = start.run(shape or usual, progress=_tell)
     output().print(start.table(figures))
-    write_json(json_file, figures)
+    _write("start", json_file, figures)
 
 
 @bench.command("passes")
@@ -265,7 +273,7 @@ def bench_passes(
     build.quieten()
     figures = passes.run(shape, kinds=kinds, progress=_tell)
     output().print(passes.table(figures))
-    write_json(json_file, figures)
+    _write("passes", json_file, figures)
 
 
 @bench.command("kernels")
@@ -285,7 +293,7 @@ def bench_kernels(
 
     figures = (kernels.run_compiled if compile_only else kernels.run)(only, progress=_tell)
     output().print(kernels.table(figures))
-    write_json(json_file, figures)
+    _write("kernels", json_file, figures)
 
 
 @bench.command("soak")
@@ -302,7 +310,7 @@ def bench_soak(
     figures = soak.run(shape, minutes=minutes, progress=_tell)
     for name, value in figures.items():
         output().print(f"{name:>16}  {value}")
-    write_json(json_file, figures)
+    _write("soak", json_file, figures)
 
 
 @bench.command("overlap")
@@ -323,7 +331,7 @@ def bench_overlap(
         on_run=_tell,
     )
     output().print(overlap.table(figures))
-    write_json(json_file, figures)
+    _write("overlap", json_file, figures)
 
 
 @bench.command("trl")
@@ -344,7 +352,7 @@ def bench_trl(
         on_run=_tell,
     )
     output().print(against_trl.table(figures))
-    write_json(json_file, figures)
+    _write("trl", json_file, figures)
 
 
 @bench.command("lag")
@@ -383,9 +391,30 @@ def bench_lag(
             on_run=_tell,
         )
         output().print(staleness.table(figures))
-    write_json(json_file, figures)
+    _write("lag", json_file, figures)
     if picture is not None:
         (two_lags.write_picture if sweep is None else staleness_picture.write)(figures, picture)
+
+
+@bench.command("aims")
+def bench_aims(
+    files: Annotated[list[Path], typer.Argument(help="what --json has written, or folders of such files")],
+    json_file: JsonFile = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """What Headrace is held to on one GPU, beside figures that were written to files."""
+    from headrace.bench import aims
+
+    figures = aims.run(aims.read(files))
+    output().print(aims.table(figures))
+    write_json(json_file, figures)
+
+
+def _write(name: str, json_file: Path | None, figures: Mapping[str, Any]) -> None:
+    """Below the table what the figures are to be quoted with, and both into the file."""
+    facts = provenance.taken(name)
+    output().print(f"\n{provenance.quoted(facts)}", style="dim")
+    write_json(json_file, {"taken": facts, **figures})
 
 
 def _check_peer(against: str | None, peer_python: Path | None) -> None:

@@ -10,7 +10,6 @@ the GPU would spoil what is measured next.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import json
 import os
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.bench import provenance
 from headrace.errors import ConfigError
 
 _PROBE_S, _KILL_S = 120, 60
@@ -51,10 +51,7 @@ def need(against: str, packages: Sequence[str], extras: str, python: Path | None
 
 def fingerprint() -> str:
     """Of the benchmarks' source: what different ones have measured is not to be compared."""
-    found = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        found.update(file.name.encode() + file.read_bytes())
-    return found.hexdigest()
+    return provenance.fingerprint(Path(__file__).parent, "*.py")
 
 
 def run(

@@ -8,9 +8,7 @@ they are held against is that of a large bf16 matrix product in the same run.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import math
 import statistics
 import time
@@ -24,7 +22,7 @@ from rich.table import Table
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from headrace.bench.shapes import SHAPES, create_random_model, shape_config
+from headrace.bench.shapes import create_random_model, shape_config
 from headrace.bench.step_workload import StepWorkload
 from headrace.data.packing import PackedRow, pack
 from headrace.kernels import gated_library
@@ -268,25 +266,3 @@ def table(figures: Mapping[str, Any]) -> Table:
             f"{case['peak_gb']:.1f} GB" if "peak_gb" in case else "-",
         )
     return drawn
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen2-1.5b")
-    parser.add_argument("--row-tokens", type=int, default=16384)
-    parser.add_argument("--groups", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--host-moments", action="store_true", help="trainer.offload = moments")
-    parser.add_argument("--no-optimizer", action="store_true", help="forward and backward only")
-    options = parser.parse_args()
-    figures = run(
-        shape=options.shape, workload=StepWorkload(num_groups=options.groups), row_tokens=options.row_tokens,
-        repeats=options.repeats,
-        optimizer=not options.no_optimizer,
-        host_moments=options.host_moments,
-    )  # fmt: skip
-    print(json.dumps(figures, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,172 @@
+"""``headrace bench aims``: what Headrace is held to on one GPU, beside figures that were written to files.
+
+In: JSON files of other ``headrace bench`` commands. Out: one line for each aim with what was seen, from which command,
+or that no file tells. Figures of different sources are not one result, and that is said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from headrace.errors import ConfigError
+
+Figures = Mapping[str, Any]
+
+
+class Aim(NamedTuple):
+    name: str
+    bench: str
+    of: Callable[[Figures], bool]
+    """Whether a file of that command is about it."""
+    seen: Callable[[Figures], float]
+    least: float | None = None
+    most: float | None = None
+    unit: str = ""
+
+    def is_met(self, value: float) -> bool:
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+    def wanted(self) -> str:
+        sign, bound = ("at least", self.least) if self.least is not None else ("at most", self.most)
+        assert bound is not None
+        return f"{sign} {bound:g}{self.unit}"
+
+
+def _of(shape: str) -> Callable[[Figures], bool]:
+    return lambda figures: figures["shape"] == shape
+
+
+def _against_vllm(shape: str) -> Callable[[Figures], bool]:
+    """On the workload of the aim: all samples at once, in one turn."""
+
+    def is_about(figures: Figures) -> bool:
+        ours = figures.get("headrace", {})
+        return "seconds" in figures.get("vllm", {}) and (shape, 1, 1) == (
+            ours["shape"],
+            ours["rounds"],
+            ours["turns"],
+        )
+
+    return is_about
+
+
+def _model_flops_use(figures: Figures) -> float:
+    return max(case["mfu"] for case in figures["cases"]) * 100
+
+
+def _stall_ms(figures: Figures) -> float:
+    cells = {(cell["bundle"], cell["transport"]): cell for cell in figures["cells"]}
+    return float(cells["full", "cuda_ipc"]["stall_ms"])
+
+
+def _checkpointing(figures: Figures) -> Figures:
+    """TRL where it is asked for no more memory than it needs."""
+    return next(one for one in figures["trl"]["tried"] if one["checkpointing"] and "seconds" in one)
+
+
+def _is_synchronous(figures: Figures) -> bool:
+    return figures["max_lag"] == 0 and any(
+        one["checkpointing"] and "seconds" in one for one in figures.get("trl", {}).get("tried", ())
+    )
+
+
+def _mismatch(figures: Figures) -> float:
+    gaps = figures["gaps"]
+    return float(gaps["mismatch"]["mean"] / gaps["vllm_trl_bfloat16"]["mean"])
+
+
+def _has_peer(figures: Figures) -> bool:
+    return "vllm_trl_bfloat16" in figures["gaps"]
+
+
+AIMS = (
+    *(
+        Aim(f"rollouts against vLLM, {shape}", "engine", _against_vllm(shape), lambda f: f["ratio"], least, unit="x")
+        for shape, least in (("qwen2-0.5b", 3.0), ("qwen2-1.5b", 1.8), ("qwen2-7b", 1.2))
+    ),
+    Aim(
+        "whole step against TRL with checkpointing", "step", _is_synchronous,
+        lambda f: _checkpointing(f)["seconds"] / f["headrace"]["seconds"], 3.0, unit="x",
+    ),
+    Aim(
+        "its peak memory, of TRL's", "step", _is_synchronous,
+        lambda f: f["headrace"]["peak_bytes"] / _checkpointing(f)["peak_bytes"], most=1.0, unit="x",
+    ),
+    Aim("model-FLOPs use, qwen2-1.5b", "train", _of("qwen2-1.5b"), _model_flops_use, 55.0, unit="%"),
+    Aim("model-FLOPs use, qwen2-7b", "train", _of("qwen2-7b"), _model_flops_use, 45.0, unit="%"),
+    Aim("stall for new weights, qwen2-1.5b", "sync", _of("qwen2-1.5b"), _stall_ms, most=5.0, unit=" ms"),
+    Aim("stall for new weights, qwen2-7b", "sync", _of("qwen2-7b"), _stall_ms, most=15.0, unit=" ms"),
+    Aim("mismatch, of TRL with vLLM's", "mismatch", _has_peer, _mismatch, most=0.5, unit="x"),
+    Aim("start, cold", "start", _of("qwen2-1.5b"), lambda f: f["cold"]["seconds"], most=60.0, unit=" s"),
+    Aim("start, warm", "start", _of("qwen2-1.5b"), lambda f: f["warm"]["seconds"], most=20.0, unit=" s"),
+    Aim("a long run that leaks nothing", "soak", lambda f: True, lambda f: f["minutes"], 8.0, unit=" min"),
+)  # fmt: skip
+
+
+def read(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Figures of ``headrace bench`` commands; a folder stands for the JSON files in it."""
+    found = []
+    for given in files:
+        for file in sorted(given.glob("*.json")) if given.is_dir() else [given]:
+            try:
+                figures = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+                raise ConfigError(
+                    f"{file}: it cannot be read ({error}); name files that --json has written"
+                ) from error
+            if not isinstance(figures, dict) or "taken" not in figures:
+                raise ConfigError(
+                    f"{file}: it does not say how its figures were taken; name files of headrace bench"
+                )
+            found.append(figures)
+    if not found:
+        raise ConfigError("no file with figures: name some that headrace bench ... --json FILE has written")
+    return found
+
+
+def run(found: Sequence[Figures]) -> dict[str, Any]:
+    """For each aim what the last file about it says."""
+    lines = []
+    for aim in AIMS:
+        about = [figures for figures in found if figures["taken"]["bench"] == aim.bench and aim.of(figures)]
+        line: dict[str, Any] = {"aim": aim.name, "wanted": aim.wanted(), "seen": None}
+        if about:
+            last = max(about, key=lambda figures: figures["taken"]["date"])
+            value = aim.seen(last)
+            line |= {"seen": value, "unit": aim.unit, "is_met": aim.is_met(value), "taken": last["taken"]}
+        lines.append(line)
+    sources = sorted({line["taken"]["source"] for line in lines if line["seen"] is not None})
+    return {"aims": lines, "sources": sources}
+
+
+def table(figures: Figures) -> Table:
+    """The figures for people."""
+    several = len(figures["sources"]) > 1
+    title = "of different versions, so not one result" if several else "of one version"
+    drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name, justify in (
+        ("aim", "left"),
+        ("wanted", "left"),
+        ("seen", "right"),
+        ("", "left"),
+        ("taken", "left"),
+    ):
+        drawn.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for line in figures["aims"]:
+        if line["seen"] is None:
+            drawn.add_row(line["aim"], line["wanted"], "-", "not measured", "")
+            continue
+        facts = line["taken"]
+        drawn.add_row(
+            line["aim"],
+            line["wanted"],
+            f"{line['seen']:.2f}{line['unit']}",
+            "met" if line["is_met"] else "missed",
+            f"{facts['date']}, {facts['device']}, source {facts['source']}",
+        )
+    return drawn
