@@ -91,7 +91,7 @@ class Kernels(Protocol):
 class TritonKernels:
     """For CUDA. Scratch memory is made for the largest pass and used by all."""
 
-    # By timing on an H200: below this the cache serves most of the second to eighth reading (docs/benchmarks.md).
+    # By timing on an H200: below this the cache serves most of the second to eighth reading (docs/kernels.md).
     sharing_pays_bytes = 96 << 20
 
     def __init__(

@@ -33,7 +33,7 @@ _LEAST_STEPS = 2
 
 
 def is_quick(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
-    """Whether ``add_product`` takes them, and is quicker than torch (docs/benchmarks.md)."""
+    """Whether ``add_product`` takes them, and is quicker than torch (docs/kernels.md)."""
     return (
         chip(x_TI.device).generation == HOPPER
         and x_TI.dtype == weight_OI.dtype == torch.bfloat16

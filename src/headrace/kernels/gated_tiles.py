@@ -4,7 +4,7 @@ In: how many rows, inputs and inner columns there are, and how many multiprocess
 ``gated_library`` or for ours, or None where another way is quicker: last of all torch's product in float32 and a pass
 over it. Programs run in waves, as many at once as there is room for, and the last wave costs as much as a full one;
 which tiles are best thus depends on how they fill it. The numbers are fitted to timings on an H200
-(docs/benchmarks.md).
+(docs/kernels.md).
 """
 
 from __future__ import annotations
