@@ -65,20 +65,19 @@ bench: setup  ## the benchmarks named in BENCHES, each into build/bench/NAME.jso
 
 GPU_BENCH = $(BIN)/headrace bench
 PEER := $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
-bench-gpu: setup  ## everything one GPU is held to, with its peers: an hour; then the aims beside what was seen
+bench-gpu: setup  ## all that one GPU is held to, with its peers, whatever fails; then the aims beside what was seen
 	@mkdir -p build/bench
-	$(GPU_BENCH) start --json build/bench/start.json
-	for shape in 0.5b 1.5b 7b; do \
-	  $(GPU_BENCH) engine --shape qwen2-$$shape --against vllm $(PEER) --json build/bench/engine-$$shape.json || exit 1; \
-	done
-	$(GPU_BENCH) step --against trl $(PEER) --steps 3 --offload moments --json build/bench/step.json
-	$(GPU_BENCH) train --json build/bench/train-1.5b.json
-	$(GPU_BENCH) train --shape qwen2-7b --groups 4 --row-tokens 8192 --no-optimizer --json build/bench/train-7b.json
-	for shape in 1.5b 7b; do \
-	  $(GPU_BENCH) sync --shape qwen2-$$shape --only full-cuda_ipc --json build/bench/sync-$$shape.json || exit 1; \
-	done
-	$(GPU_BENCH) mismatch --against vllm $(PEER) --json build/bench/mismatch.json
-	$(GPU_BENCH) soak --json build/bench/soak.json
+	-$(GPU_BENCH) start --json build/bench/start.json
+	-$(GPU_BENCH) engine --shape qwen2-0.5b --against vllm $(PEER) --json build/bench/engine-0.5b.json
+	-$(GPU_BENCH) engine --shape qwen2-1.5b --against vllm $(PEER) --json build/bench/engine-1.5b.json
+	-$(GPU_BENCH) engine --shape qwen2-7b --against vllm $(PEER) --json build/bench/engine-7b.json
+	-$(GPU_BENCH) step --against trl $(PEER) --steps 3 --offload moments --json build/bench/step.json
+	-$(GPU_BENCH) train --json build/bench/train-1.5b.json
+	-$(GPU_BENCH) train --shape qwen2-7b --groups 4 --row-tokens 8192 --no-optimizer --json build/bench/train-7b.json
+	-$(GPU_BENCH) sync --shape qwen2-1.5b --only full-cuda_ipc --json build/bench/sync-1.5b.json
+	-$(GPU_BENCH) sync --shape qwen2-7b --only full-cuda_ipc --json build/bench/sync-7b.json
+	-$(GPU_BENCH) mismatch --against vllm $(PEER) --json build/bench/mismatch.json
+	-$(GPU_BENCH) soak --json build/bench/soak.json
 	$(GPU_BENCH) aims build/bench
 
 clean:  ## remove caches and build products; the virtual environment and runs/ stay

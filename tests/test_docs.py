@@ -47,6 +47,12 @@ def test_links_lead_somewhere(page):
     assert not lost
 
 
+def test_commands_are_found_in_pages_that_have_some():
+    found = commands(ROOT / "README.md")
+    assert len(found) > 15 and any(line.startswith("headrace bench step --against trl") for line in found)
+    assert len(commands(ROOT / "docs" / "one_gpu.md")) >= 3
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_and_their_options_exist(page):
     unknown = []

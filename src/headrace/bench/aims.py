@@ -56,32 +56,38 @@ def _against_vllm(shape: str) -> Callable[[Figures], bool]:
 
 
 def _model_flops_use(figures: Figures) -> float:
-    return max(case["mfu"] for case in figures["cases"]) * 100
+    """With the prompts of a group computed once, as in training."""
+    return max(case["mfu"] for case in figures["cases"] if case["share_prefixes"]) * 100
 
 
-def _stall_ms(figures: Figures) -> float:
-    cells = {(cell["bundle"], cell["transport"]): cell for cell in figures["cells"]}
-    return float(cells["full", "cuda_ipc"]["stall_ms"])
+def _has_ipc(shape: str) -> Callable[[Figures], bool]:
+    return lambda figures: figures["shape"] == shape and bool(_within_gpu(figures))
+
+
+def _within_gpu(figures: Figures) -> list[Figures]:
+    return [cell for cell in figures["cells"] if (cell["bundle"], cell["transport"]) == ("full", "cuda_ipc")]
 
 
 def _checkpointing(figures: Figures) -> Figures:
-    """TRL where it is asked for no more memory than it needs."""
-    return next(one for one in figures["trl"]["tried"] if one["checkpointing"] and "seconds" in one)
+    """TRL where it is asked for no more memory than it needs; nothing where it was not run so."""
+    tried = figures.get("trl", {}).get("tried", ())
+    return next((one for one in tried if one["checkpointing"] and "seconds" in one), {})
 
 
-def _is_synchronous(figures: Figures) -> bool:
-    return figures["max_lag"] == 0 and any(
-        one["checkpointing"] and "seconds" in one for one in figures.get("trl", {}).get("tried", ())
-    )
+def _is_step(figures: Figures) -> bool:
+    return (figures["shape"], figures["max_lag"]) == ("qwen2-1.5b", 0) and bool(_checkpointing(figures))
 
 
-def _mismatch(figures: Figures) -> float:
-    gaps = figures["gaps"]
-    return float(gaps["mismatch"]["mean"] / gaps["vllm_trl_bfloat16"]["mean"])
+def _mismatch_with(weights: str) -> Callable[[Figures], float]:
+    def part(figures: Figures) -> float:
+        gaps = figures["gaps"]
+        return float(gaps["mismatch"]["mean"] / gaps[f"vllm_trl_{weights}"]["mean"])
+
+    return part
 
 
-def _has_peer(figures: Figures) -> bool:
-    return "vllm_trl_bfloat16" in figures["gaps"]
+def _is_mismatch(figures: Figures) -> bool:
+    return figures["shape"] == "qwen2-1.5b" and "vllm_trl_bfloat16" in figures["gaps"]
 
 
 AIMS = (
@@ -90,26 +96,41 @@ AIMS = (
         for shape, least in (("qwen2-0.5b", 3.0), ("qwen2-1.5b", 1.8), ("qwen2-7b", 1.2))
     ),
     Aim(
-        "whole step against TRL with checkpointing", "step", _is_synchronous,
+        "whole step against TRL with checkpointing", "step", _is_step,
         lambda f: _checkpointing(f)["seconds"] / f["headrace"]["seconds"], 3.0, unit="x",
     ),
     Aim(
-        "its peak memory, of TRL's", "step", _is_synchronous,
+        "its peak memory, of TRL's", "step", _is_step,
         lambda f: f["headrace"]["peak_bytes"] / _checkpointing(f)["peak_bytes"], most=1.0, unit="x",
     ),
-    Aim("model-FLOPs use, qwen2-1.5b", "train", _of("qwen2-1.5b"), _model_flops_use, 55.0, unit="%"),
-    Aim("model-FLOPs use, qwen2-7b", "train", _of("qwen2-7b"), _model_flops_use, 45.0, unit="%"),
-    Aim("stall for new weights, qwen2-1.5b", "sync", _of("qwen2-1.5b"), _stall_ms, most=5.0, unit=" ms"),
-    Aim("stall for new weights, qwen2-7b", "sync", _of("qwen2-7b"), _stall_ms, most=15.0, unit=" ms"),
-    Aim("mismatch, of TRL with vLLM's", "mismatch", _has_peer, _mismatch, most=0.5, unit="x"),
+    *(
+        Aim(f"model-FLOPs use, {shape}", "train", _of(shape), _model_flops_use, least, unit="%")
+        for shape, least in (("qwen2-1.5b", 55.0), ("qwen2-7b", 45.0))
+    ),
+    *(
+        Aim(
+            f"stall for new weights, {shape}", "sync", _has_ipc(shape), lambda f: _within_gpu(f)[0]["stall_ms"],
+            most=most, unit=" ms",
+        )
+        for shape, most in (("qwen2-1.5b", 5.0), ("qwen2-7b", 15.0))
+    ),
+    *(
+        Aim(
+            f"mismatch, of TRL's with {weights} weights and vLLM", "mismatch", _is_mismatch,
+            _mismatch_with(weights), most=0.5, unit="x",
+        )
+        for weights in ("bfloat16", "float32")
+    ),
     Aim("start, cold", "start", _of("qwen2-1.5b"), lambda f: f["cold"]["seconds"], most=60.0, unit=" s"),
     Aim("start, warm", "start", _of("qwen2-1.5b"), lambda f: f["warm"]["seconds"], most=20.0, unit=" s"),
     Aim("a long run that leaks nothing", "soak", lambda f: True, lambda f: f["minutes"], 8.0, unit=" min"),
 )  # fmt: skip
 
 
-def read(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Figures of ``headrace bench`` commands; a folder stands for the JSON files in it."""
+def read(
+    files: Iterable[Path], *, progress: Callable[[str], None] = lambda line: None
+) -> list[dict[str, Any]]:
+    """Figures of ``headrace bench`` commands. A folder stands for those among the JSON files in it."""
     found = []
     for given in files:
         for file in sorted(given.glob("*.json")) if given.is_dir() else [given]:
@@ -119,11 +140,13 @@ def read(files: Iterable[Path]) -> list[dict[str, Any]]:
                 raise ConfigError(
                     f"{file}: it cannot be read ({error}); name files that --json has written"
                 ) from error
-            if not isinstance(figures, dict) or "taken" not in figures:
-                raise ConfigError(
-                    f"{file}: it does not say how its figures were taken; name files of headrace bench"
-                )
-            found.append(figures)
+            if isinstance(figures, dict) and "taken" in figures:
+                found.append(figures)
+                continue
+            said = f"{file}: it does not say how its figures were taken"
+            if not given.is_dir():
+                raise ConfigError(f"{said}; name files of headrace bench")
+            progress(f"{said}, so it is left out")
     if not found:
         raise ConfigError("no file with figures: name some that headrace bench ... --json FILE has written")
     return found
@@ -146,8 +169,8 @@ def run(found: Sequence[Figures]) -> dict[str, Any]:
 
 def table(figures: Figures) -> Table:
     """The figures for people."""
-    several = len(figures["sources"]) > 1
-    title = "of different versions, so not one result" if several else "of one version"
+    titles = {0: "nothing that is held to an aim", 1: "of one version"}
+    title = titles.get(len(figures["sources"]), "of different versions, so not one result")
     drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name, justify in (
         ("aim", "left"),

@@ -77,7 +77,7 @@ def bench_engine(
             progress=_tell,
         )
         output().print(rollouts.table(figures))
-    _write("engine", json_file, figures)
+    _write("engine", json_file, figures, on_gpu=shape is not None)
     _fail_with(against, figures)
 
 
@@ -119,11 +119,9 @@ def bench_head(
     show_traceback: Traceback = False,
 ) -> None:
     """The trainer's head over kept sets (top-k, top-p) against the whole vocabulary: time and memory."""
-    import torch
-
     from headrace.bench import head
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if _sees_gpu() else "cpu"
     usual = {"cuda": (151936, 1536, 16384), "cpu": (32768, 256, 512)}[device]
     figures = head.run(
         vocab_size=vocab_size or usual[0],
@@ -177,11 +175,9 @@ def bench_sync(
     show_traceback: Traceback = False,
 ) -> None:
     """What new weights from another process cost, for each bundle and transport: bytes, seconds, stalls."""
-    import torch
-
     from headrace.bench import sync
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if _sees_gpu() else "cpu"
     bundle, _, transport = (only or "").partition("-")
     figures = sync.run(
         shape or {"cuda": "qwen2-1.5b", "cpu": "qwen2-0.2b"}[device],
@@ -211,7 +207,7 @@ def bench_adapters(
         _require_gpu("bench adapters --shape")
     figures = adapters.run(shape, rank=rank, num_adapters=num_adapters, progress=_tell)
     output().print(adapters.table(figures))
-    _write("adapters", json_file, figures)
+    _write("adapters", json_file, figures, on_gpu=shape is not None)
 
 
 @bench.command("mismatch")
@@ -245,11 +241,9 @@ def bench_start(
     show_traceback: Traceback = False,
 ) -> None:
     """From the start of a process to the engine's first token: with empty caches, then with warm ones."""
-    import torch
-
     from headrace.bench import start
 
-    usual = "qwen2-1.5b" if torch.cuda.is_available() else "qwen2-0.2b"
+    usual = "qwen2-1.5b" if _sees_gpu() else "qwen2-0.2b"
     figures = start.run(shape or usual, progress=_tell)
     output().print(start.table(figures))
     _write("start", json_file, figures)
@@ -293,7 +287,7 @@ def bench_kernels(
 
     figures = (kernels.run_compiled if compile_only else kernels.run)(only, progress=_tell)
     output().print(kernels.table(figures))
-    _write("kernels", json_file, figures)
+    _write("kernels", json_file, figures, on_gpu=not compile_only)
 
 
 @bench.command("soak")
@@ -331,7 +325,7 @@ def bench_overlap(
         on_run=_tell,
     )
     output().print(overlap.table(figures))
-    _write("overlap", json_file, figures)
+    _write("overlap", json_file, figures, on_gpu=False)
 
 
 @bench.command("trl")
@@ -352,7 +346,7 @@ def bench_trl(
         on_run=_tell,
     )
     output().print(against_trl.table(figures))
-    _write("trl", json_file, figures)
+    _write("trl", json_file, figures, on_gpu=False)
 
 
 @bench.command("lag")
@@ -391,7 +385,7 @@ def bench_lag(
             on_run=_tell,
         )
         output().print(staleness.table(figures))
-    _write("lag", json_file, figures)
+    _write("lag", json_file, figures, on_gpu=False)
     if picture is not None:
         (two_lags.write_picture if sweep is None else staleness_picture.write)(figures, picture)
 
@@ -405,16 +399,16 @@ def bench_aims(
     """What Headrace is held to on one GPU, beside figures that were written to files."""
     from headrace.bench import aims
 
-    figures = aims.run(aims.read(files))
+    figures = aims.run(aims.read(files, progress=_tell))
     output().print(aims.table(figures))
     write_json(json_file, figures)
 
 
-def _write(name: str, json_file: Path | None, figures: Mapping[str, Any]) -> None:
-    """Below the table what the figures are to be quoted with, and both into the file."""
-    facts = provenance.taken(name)
-    output().print(f"\n{provenance.quoted(facts)}", style="dim")
+def _write(name: str, json_file: Path | None, figures: Mapping[str, Any], *, on_gpu: bool = True) -> None:
+    """Into the file with what they are to be quoted with, which is also told below the table."""
+    facts = provenance.taken(name, on_gpu=on_gpu and _sees_gpu())
     write_json(json_file, {"taken": facts, **figures})
+    output().print(f"\n{provenance.quoted(facts)}", style="dim", markup=False)
 
 
 def _check_peer(against: str | None, peer_python: Path | None) -> None:
@@ -432,10 +426,14 @@ def _tell(line: str) -> None:
     output(stderr=True).print(f"{time.monotonic() - _BEGUN:6.1f} s  {line}")
 
 
-def _require_gpu(command: str, remedy: str = "run it on a machine with one") -> None:
+def _sees_gpu() -> bool:
     import torch
 
-    if not torch.cuda.is_available():
+    return torch.cuda.is_available()
+
+
+def _require_gpu(command: str, remedy: str = "run it on a machine with one") -> None:
+    if not _sees_gpu():
         raise ConfigError(f"{command} needs a GPU and torch sees none; {remedy}")
 
 

@@ -25,8 +25,8 @@ from triton.backends.driver import DriverBase
 from headrace.errors import ConfigError
 
 _TARGET = GPUTarget("cuda", 90, 32)
-_REGISTERS, _REGISTERS_AT_A_TIME = 65536, 8
-"""Of a multiprocessor; and those of a thread are given out in such steps."""
+_PARTS, _REGISTERS, _REGISTERS_AT_A_TIME = 4, 16384, 256
+"""Of a multiprocessor; registers of a part, and in what steps a warp is given them. A warp stays in its part."""
 _WARPS, _PROGRAMS = 64, 32
 """That a multiprocessor has at most."""
 _SHARED_BYTES, _SHARED_BYTES_KEPT = 233472, 1024
@@ -58,8 +58,8 @@ class Compiled(NamedTuple):
     @property
     def at_once(self) -> int:
         """Programs that a multiprocessor has room for."""
-        steps = -(-self.resources.registers // _REGISTERS_AT_A_TIME)
-        by_registers = _REGISTERS // (steps * _REGISTERS_AT_A_TIME * 32 * self.num_warps)
+        of_warp = -(-32 * self.resources.registers // _REGISTERS_AT_A_TIME) * _REGISTERS_AT_A_TIME
+        by_registers = _REGISTERS // of_warp * _PARTS // self.num_warps
         by_memory = _SHARED_BYTES // (self.shared_bytes + _SHARED_BYTES_KEPT)
         return min(by_registers, by_memory, _WARPS // self.num_warps, _PROGRAMS)
 
@@ -141,13 +141,23 @@ def resources_of(name: str, binary: bytes) -> Resources:
         file.write_bytes(binary)
         usage = _said_by(triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(file))
         code = _said_by(triton.knobs.nvidia.nvdisasm.path, "-c", str(file))
+    return read_resources(name, usage, code)
+
+
+def read_resources(name: str, usage: str, code: str) -> Resources:
+    """From what the tools say of a kernel: its resources, and its code line by line."""
     found = re.search(rf"Function {name}:\s+REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, f"no word of {name} in: {usage}"
     # The end of a kernel is padded with instructions that do nothing.
-    num_instructions = len(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?!NOP)", code, re.MULTILINE))
-    return Resources(int(found[1]), int(found[2]), num_instructions)
+    lines = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(.*)$", code, re.MULTILINE)
+    return Resources(int(found[1]), int(found[2]), sum(not line.startswith("NOP") for line in lines))
 
 
 def _said_by(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"{command[0]}, which comes with Triton, does not read a compiled kernel ({error}); install triton anew"
+        ) from error
     return done.stdout

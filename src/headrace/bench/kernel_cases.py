@@ -32,7 +32,7 @@ class Case(NamedTuple):
     """Whether a graph can hold its launches. Where it cannot, they are timed with what the host does for them."""
 
 
-def cold_copies(num_bytes: float, most: int = 32, least: int = 1) -> int:
+def cold_copies(num_bytes: float, most: int = 1024, least: int = 1) -> int:
     """How many launches, of so many bytes each, fill the cache several times over."""
     return max(least, min(most, int(_COLD_BYTES // num_bytes)))
 

@@ -24,7 +24,7 @@ from headrace.bench import train
 from headrace.bench.shapes import create_random_model
 from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
-from headrace.errors import ConfigError, InvariantError
+from headrace.errors import ConfigError
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
 from headrace.types import Request, Sampling
 
@@ -75,7 +75,7 @@ def run(
     for kind in kinds:
         progress(f"{kind.rows} rows with {kind.own_tokens} tokens each")
         found = measure(engine, kind, int(model.config.vocab_size))
-        limit_s = bytes_of(model, kind) / bandwidth
+        limit_s = bytes_of(model, kind.rows, found["own_tokens_timed"]) / bandwidth
         measured.append({**found, "limit_s": limit_s, "fraction_of_limit": limit_s / found["pass_s"]})
     return {
         "shape": shape,
@@ -92,47 +92,46 @@ def measure(
     requests = _requests(kind, vocab_size, max_tokens=_MOST_PROMPT_PASSES + _WARM_PASSES + timed + profiled)
     for request in requests:
         engine.submit(request)
+    sampled = -engine.counters()["generated_tokens"]
     _compute_prompts(engine, kind)
     _step(engine, _WARM_PASSES)
-    start = time.perf_counter()
+    sampled += engine.counters()["generated_tokens"]
+    before, start = engine.counters(), time.perf_counter()
     _step(engine, timed)
     pass_s = (time.perf_counter() - start) / timed
+    _check_passes(engine, kind, before, timed)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         _step(engine, profiled)
     engine.abort([request.id for request in requests])
-    on_device = torch.autograd.DeviceType.CUDA
-    kernels = by_kernel(
-        (event.name, event.time_range.elapsed_us())
-        for event in profile.events()
-        if event.device_type == on_device
-    )
-    for kernel in kernels:
-        kernel["launches"] /= profiled
-        kernel["us"] /= profiled
-    return {"rows": kind.rows, "own_tokens": kind.own_tokens, "pass_s": pass_s, "kernels": kernels}
+    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    launches = ((event.name, event.time_range.elapsed_us()) for event in on_device)
+    return {
+        "rows": kind.rows,
+        "own_tokens": kind.own_tokens,
+        "own_tokens_timed": kind.own_tokens + sampled / kind.rows + timed / 2,
+        "pass_s": pass_s,
+        "kernels": by_kernel(launches, profiled),
+    }
 
 
-def by_kernel(launches: Iterable[tuple[str, float]]) -> list[dict[str, Any]]:
-    """Launches and microseconds of each name, the longest first."""
-    counts: dict[str, int] = defaultdict(int)
-    totals: dict[str, float] = defaultdict(float)
+def by_kernel(launches: Iterable[tuple[str, float]], num_passes: int) -> list[dict[str, Any]]:
+    """Launches and microseconds a pass of each name, the longest first, from the launches of several passes."""
+    found: dict[str, list[float]] = defaultdict(list)
     for name, us in launches:
-        counts[name] += 1
-        totals[name] += us
-    names = sorted(totals, key=lambda name: -totals[name])
-    return [{"kernel": name, "launches": float(counts[name]), "us": totals[name]} for name in names]
+        found[name].append(us)
+    return [
+        {"kernel": name, "launches": len(found[name]) / num_passes, "us": sum(found[name]) / num_passes}
+        for name in sorted(found, key=lambda name: -sum(found[name]))
+    ]
 
 
-def bytes_of(model: PreTrainedModel, kind: Kind) -> float:
-    """What such a pass must read: layers and head, prompts once a group, and what each row has for itself."""
-    config = model.config
-    weights = train.layer_weights(model).all + model.get_output_embeddings().weight.numel()
-    row_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * train.head_size(config) * 2
-    seen = -(-kind.rows // GROUP_SIZE) * PROMPT_TOKENS + kind.rows * kind.own_tokens
-    return 2.0 * weights + seen * row_bytes
+def bytes_of(model: PreTrainedModel, rows: int, own_tokens: float) -> float:
+    """What a pass must read: layers and head, prompts once a group, and what each row has for itself."""
+    read = train.bytes_read(model)
+    return read.weights + (-(-rows // GROUP_SIZE) * PROMPT_TOKENS + rows * own_tokens) * read.token
 
 
 def _requests(kind: Kind, vocab_size: int, max_tokens: int) -> list[Request]:
@@ -160,9 +159,25 @@ def _compute_prompts(engine: TorchEngine, kind: Kind) -> None:
         after = engine.counters()
         if after["running"] == kind.rows and after["prompt_passes"] == before:
             return
-    raise InvariantError(
-        f"of {kind.rows} rows {after['running']:.0f} decode after {_MOST_PROMPT_PASSES} passes; there is no room for "
-        "their keys and values: ask for fewer rows or tokens"
+    raise _too_large(kind, f"{after['running']:.0f} decode after {_MOST_PROMPT_PASSES} passes")
+
+
+def _check_passes(engine: TorchEngine, kind: Kind, before: Mapping[str, float], timed: int) -> None:
+    """That since then there were so many passes, each of all rows and of nothing else."""
+    after = engine.counters()
+    expected = {name: before[name] for name in ("prompt_passes", "preemptions")}
+    expected |= {"passes": before["passes"] + timed, "running": kind.rows}
+    for name, value in expected.items():
+        if after[name] != value:
+            raise _too_large(
+                kind, f"not all decoded in {timed} passes ({name}: {after[name]:.0f}, not {value:.0f})"
+            )
+
+
+def _too_large(kind: Kind, seen: str) -> ConfigError:
+    return ConfigError(
+        f"--rows {kind.rows}x{kind.own_tokens}: of {kind.rows} rows {seen}; there is no room for their keys and "
+        "values, or the model's context is too short: ask for fewer rows or tokens"
     )
 
 

@@ -11,6 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
@@ -22,18 +23,23 @@ _LIBRARIES = ("torch", "transformers", "triton", "flash-attn-4", "quack-kernels"
 _GIT_S = 20
 
 
-def taken(bench: str) -> dict[str, Any]:
-    """Of the command that runs in this process: now, when its figures are written."""
+def taken(bench: str, *, on_gpu: bool) -> dict[str, Any]:
+    """Of the command that runs in this process: now, when its figures are written. ``on_gpu``: where it measured."""
     return {
         "bench": bench,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "device": device(),
+        "date": written(time.time()),
+        "device": device(on_gpu),
         "source": fingerprint(PACKAGE, "**/*.py")[:12],
         "commit": commit(),
         "python": platform.python_version(),
         "versions": versions(),
     }
+
+
+def written(moment_s: float) -> str:
+    """A moment in a form that sorts by time."""
+    return datetime.fromtimestamp(moment_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def quoted(facts: Mapping[str, Any]) -> str:
@@ -43,10 +49,10 @@ def quoted(facts: Mapping[str, Any]) -> str:
     return f"{facts['command']}; {facts['date']}; {facts['device']}; {source}; {libraries}"
 
 
-def device() -> str:
-    import torch
+def device(on_gpu: bool) -> str:
+    if on_gpu:
+        import torch
 
-    if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{len(os.sched_getaffinity(0))} cores, {_processor()}"
 
@@ -72,15 +78,17 @@ def fingerprint(folder: Path, pattern: str) -> str:
 
 def commit() -> str | None:
     """Of the checkout that the package lies in, marked where files differ from it; None: it lies in none."""
-    command = ["git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--abbrev=10", "--match="]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    tracked = ["git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "errors.py"]
-    if done.returncode or subprocess.run(tracked, capture_output=True, timeout=_GIT_S).returncode:
         # An environment inside somebody else's checkout is not a part of it.
+        _git("ls-files", "--error-unmatch", "errors.py")
+        return _git("describe", "--always", "--dirty", "--abbrev=10", "--match=")
+    except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(PACKAGE), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True)
     return done.stdout.strip()
 
 

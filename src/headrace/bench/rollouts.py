@@ -155,10 +155,7 @@ def generate(
 def limit_seconds(model: PreTrainedModel, workload: Workload, bandwidth: float) -> float:
     """Layers and head once a decode step, and the keys and values that are seen, prompts once a group, at this
     bandwidth. Of a mixture, as if every expert were read."""
-    lengths_UN, config = workload.lengths_UN, model.config
-    weights = train.layer_weights(model).all + model.get_output_embeddings().weight.numel()
-    num_layers, head_dim = config.num_hidden_layers, train.head_size(config)
-    row_bytes = num_layers * 2 * config.num_key_value_heads * head_dim * 2
+    lengths_UN, read = workload.lengths_UN, train.bytes_read(model)
     lengths_N = lengths_UN.sum(axis=0)
     # A group's prompt is read as long as any of its samples goes on.
     prompts = workload.prompt_tokens * lengths_N.reshape(-1, workload.group_size).max(axis=1)
@@ -167,7 +164,7 @@ def limit_seconds(model: PreTrainedModel, workload: Workload, bandwidth: float) 
     behind_UN = lengths_UN.cumsum(axis=0) - lengths_UN + replies_U1
     seen = int(prompts.sum() + (lengths_UN * behind_UN + lengths_UN * (lengths_UN + 1) // 2).sum())
     num_steps = max(int(lengths_N.max()), -(-workload.num_tokens // workload.at_once))
-    return (2 * weights * num_steps + seen * row_bytes) / bandwidth
+    return (read.weights * num_steps + seen * read.token) / bandwidth
 
 
 def copy_bandwidth() -> float:

@@ -23,8 +23,17 @@ from rich.table import Table
 from headrace.errors import ConfigError
 
 _DEADLINE_S = 900.0
-_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
-"""Variables that would lead a process to another cache than its home's."""
+_LEFT_OUT = {
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+    "CUTE_DSL_CACHE_DIR",
+    "QUACK_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+    "XDG_CACHE_HOME",
+    "PYTHONDONTWRITEBYTECODE",
+}
+"""Variables that would lead a process to another cache than its home's, or have it compile what it imports."""
 
 
 def run(shape: str, *, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
@@ -68,19 +77,29 @@ def table(figures: Mapping[str, Any]) -> Table:
 
 def _marks(shape: str, home: Path) -> list[tuple[float, str]]:
     """What a process that starts an engine told, and when."""
-    environment = {name: value for name, value in os.environ.items() if name not in _CACHES}
-    # Packages that were installed for the user alone stay where they are.
-    environment |= {"HOME": str(home), "PYTHONUSERBASE": site.getuserbase()}
     command = [sys.executable, "-m", "headrace.bench.start", shape]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S)
+        done = subprocess.run(
+            command, env=environment(home), capture_output=True, text=True, timeout=_DEADLINE_S
+        )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"bench start: no first token {_DEADLINE_S:.0f} s after the start; free the device, or name another --shape"
         ) from error
     if done.returncode:
-        raise ConfigError(f"bench start: the process ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        raise ConfigError(
+            f"bench start: the process ended with {done.returncode}; mend what it says:\n{done.stderr[-3000:]}"
+        )
     return [(at, line) for at, line in json.loads(done.stdout.splitlines()[-1])]
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Of a process whose caches all lie in this home."""
+    temporary = home / "tmp"
+    temporary.mkdir(exist_ok=True)
+    # Packages that were installed for the user alone stay where they are.
+    own = {"HOME": str(home), "TMPDIR": str(temporary), "PYTHONUSERBASE": site.getuserbase()}
+    return {name: value for name, value in os.environ.items() if name not in _LEFT_OUT} | own
 
 
 def _start(shape: str) -> list[tuple[float, str]]:
@@ -104,8 +123,10 @@ def _start(shape: str) -> list[tuple[float, str]]:
     tell("a prompt")
     prompt = np.arange(256, dtype=np.int32) % int(model.config.vocab_size)
     engine.submit(Request(id="first", prompt_ids=prompt, sampling=Sampling(max_tokens=1), seed=0))
+    sampled = 0
     while engine.has_work:
-        engine.step()
+        sampled += sum(completion.num_tokens for _, completion in engine.step())
+    assert sampled == 1, f"{sampled} tokens instead of the first"
     tell("the first token")
     return marks
 

@@ -46,8 +46,8 @@ def step_limit(
     # One entry for each pass; the first token of a completion is drawn from the prompt's.
     sampled = np.arange(1, workload.completion_tokens, dtype=np.float64)
     pair_flops = 4.0 * config.num_attention_heads * head_dim * len(layers)
-    row_bytes = 2.0 * 2 * config.num_key_value_heads * head_dim * len(layers)
-    read = 2.0 * (body.all + head) + (num_prompts * prompt + num_rows * sampled) * row_bytes
+    each = train.bytes_read(model)
+    read = each.weights + (num_prompts * prompt + num_rows * sampled) * each.token
     flops = num_rows * (2.0 * (body.used + head) + (prompt + sampled) * pair_flops)
     prompt_flops = num_prompts * (2.0 * (body.used * prompt + head) + prompt * (prompt + 1) / 2 * pair_flops)
     passes_s = np.maximum(read / bytes_per_s, flops / flops_per_s).sum()

@@ -222,6 +222,22 @@ def layer_weights(model: PreTrainedModel) -> LayerWeights:
     return LayerWeights(dense + experts, dense + used)
 
 
+class BytesRead(NamedTuple):
+    """By a decode pass, in 16 bits a number."""
+
+    weights: float
+    """Layers and head; of a mixture every expert."""
+    token: float
+    """Its keys and values in all layers."""
+
+
+def bytes_read(model: PreTrainedModel) -> BytesRead:
+    config = model.config
+    weights = layer_weights(model).all + model.get_output_embeddings().weight.numel()
+    width = 2 * config.num_key_value_heads * head_size(config)
+    return BytesRead(2.0 * weights, 2.0 * config.num_hidden_layers * width)
+
+
 def head_size(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 

@@ -32,10 +32,15 @@ class ManyCopies:
 
     def copy_from(self, sources: Sequence[torch.Tensor]) -> None:
         """In the order of the views; shapes and types are the caller's to check. Nothing here waits for the device."""
-        addresses = torch.tensor([source.data_ptr() for source in sources]).to(
-            self._places.device, non_blocking=True
-        )
-        _copy[(self._num_tiles, len(sources))](addresses, self._places, TILE=_TILE, num_warps=8)
+        self.copy_listed(self.listed(sources))
+
+    def listed(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Where they begin."""
+        addresses = torch.tensor([source.data_ptr() for source in sources])
+        return addresses.to(self._places.device, non_blocking=True)
+
+    def copy_listed(self, addresses: torch.Tensor) -> None:
+        _copy[(self._num_tiles, len(addresses))](addresses, self._places, TILE=_TILE, num_warps=8)
 
 
 def _as_rows(view: torch.Tensor) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -53,9 +54,49 @@ def test_a_process_that_fails_is_told_with_what_it_said(tmp_path):
         start._marks("nothing", tmp_path)
 
 
+def test_all_caches_of_a_start_lie_in_its_home(monkeypatch, tmp_path):
+    outside = {
+        "TORCHINDUCTOR_CACHE_DIR": "/c",
+        "QUACK_CACHE_DIR": "/q",
+        "XDG_CACHE_HOME": "/x",
+        "KEPT": "yes",
+    }
+    for name, value in {**outside, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": "/t"}.items():
+        monkeypatch.setenv(name, value)
+    given = start.environment(tmp_path)
+    assert given["HOME"] == str(tmp_path) and given["KEPT"] == "yes"
+    assert Path(given["TMPDIR"]).parent == tmp_path and Path(given["TMPDIR"]).is_dir()
+    assert not given.keys() & {
+        "TORCHINDUCTOR_CACHE_DIR",
+        "QUACK_CACHE_DIR",
+        "XDG_CACHE_HOME",
+        "PYTHONDONTWRITEBYTECODE",
+    }
+
+
+def test_a_start_that_takes_too_long_is_ended(monkeypatch, tmp_path):
+    monkeypatch.setattr(start, "_DEADLINE_S", 0.01)
+    with pytest.raises(ConfigError, match="no first token 0 s after the start"):
+        start._marks("qwen2-0.2b", tmp_path)
+
+
+def test_the_first_process_is_the_cold_one(monkeypatch):
+    homes = []
+
+    def marks(shape, home):
+        homes.append(home)
+        return [(9.0 - len(homes), "making the engine"), (10.0 - len(homes), "the first token")]
+
+    monkeypatch.setattr(start, "_marks", marks)
+    figures = start.run("qwen2-0.5b")
+    assert (figures["cold"]["seconds"], figures["warm"]["seconds"]) == (9.0, 8.0)
+    assert homes[0] == homes[1] and not homes[0].exists()
+
+
 @pytest.mark.slow
 def test_two_processes_start_one_after_the_other_and_leave_nothing():
     figures = start.run("qwen2-0.2b")
     for name in ("cold", "warm"):
-        assert figures[name]["phases"].keys() == {"imports and the model", "making the engine", "a prompt"}
+        # On a GPU there are more of them.
+        assert figures[name]["phases"].keys() >= {"imports and the model", "making the engine", "a prompt"}
         assert figures[name]["seconds"] == pytest.approx(sum(figures[name]["phases"].values()))

@@ -65,6 +65,21 @@ def test_all_programs_that_rows_are_dealt_out_to_run_at_once(kernels):
     assert len(at_once) > 6 and min(at_once) >= 3
 
 
+def test_small_copies_leave_room_for_others(kernels):
+    """Where rows end is told without dividing wide numbers, which takes all registers there are."""
+    (copying,) = (kernel for kernel in kernels if kernel["kernel"] == "_copy")
+    assert copying["at_once"] * copying["num_warps"] >= 24
+
+
+def test_what_is_read_off_the_code_is_something(kernels):
+    assert all(16 <= kernel["registers"] <= 255 and kernel["num_instructions"] > 40 for kernel in kernels)
+    by_name = {kernel["kernel"]: kernel for kernel in kernels}
+    assert (
+        by_name["prefill_kernel"]["shared_bytes"] > 50_000 and by_name["_write_kernel"]["shared_bytes"] == 0
+    )
+    assert by_name["prefill_kernel"]["num_instructions"] > 10 * by_name["_write_kernel"]["num_instructions"]
+
+
 def test_passes_of_all_sizes_need_few_variants(folder):
     """Each costs seconds of a start, or of the first pass that needs it."""
     told = said_by(folder, str(Path(__file__).with_name("launched_variants.py")))

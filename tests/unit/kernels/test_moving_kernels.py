@@ -100,7 +100,7 @@ def test_many_copies_write_their_views_and_nothing_else(dtype):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("width", [1, 3, 1000, 4095, 4096, 4097, 9000])
+@pytest.mark.parametrize("width", [1, 3, 1000, 3000, 4095, 4096, 4097, 9000])
 def test_many_copies_find_where_rows_end_in_every_tile(width):
     num_rows = 3 * 4096 // width + 2
     memory = torch.zeros((num_rows, width + 5), dtype=torch.bfloat16, device=DEVICE)
