@@ -17,8 +17,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CUDA = torch.device("cuda")
-# (query heads, key-value heads, head dim) of Qwen2 0.5B, 1.5B and 7B.
-QWEN = [(14, 2, 64), (12, 2, 128), (28, 4, 128)]
+# (query heads, key-value heads, head dim) of Qwen2 0.5B, 1.5B and 7B, and with more query heads a key-value head.
+HEADS = [(14, 2, 64), (12, 2, 128), (28, 4, 128), (32, 2, 128), (64, 2, 128), (16, 1, 64)]
 BLOCK = 16
 
 
@@ -49,7 +49,7 @@ def captured(launch):
     return graph
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv", "dim"), QWEN)
+@pytest.mark.parametrize(("num_heads", "num_kv", "dim"), HEADS)
 @pytest.mark.parametrize("num_rows", [1, 13, 300])
 def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows):
     from headrace.kernels.decode_attention import decode_attention, decode_workspace
@@ -87,7 +87,7 @@ def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows):
         assert error < 5e-3
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv", "dim"), QWEN)
+@pytest.mark.parametrize(("num_heads", "num_kv", "dim"), HEADS)
 @pytest.mark.parametrize(("num_rows", "max_length"), [(13, 4096), (64, 1024), (300, 512)])
 def test_shared_prefixes_in_a_graph_follow_their_inputs(num_heads, num_kv, dim, num_rows, max_length):
     """Groups of other sizes with other prefixes at each replay; a follower's own table is wrong up to there."""
@@ -156,7 +156,7 @@ def test_shared_prefixes_in_a_graph_follow_their_inputs(num_heads, num_kv, dim, 
         assert not workspace.arrived.any()
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv", "dim"), QWEN)
+@pytest.mark.parametrize(("num_heads", "num_kv", "dim"), HEADS)
 def test_prefill_of_long_prompts_in_pieces(num_heads, num_kv, dim):
     from headrace.kernels.paged_attention import prefill_attention, write_rows
 

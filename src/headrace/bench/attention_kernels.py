@@ -17,6 +17,14 @@ from headrace.kernels import decode_attention, paged_attention
 from headrace.kernels.rotation import Rotation
 from headrace.kernels.shared_prefixes import MAX_MEMBERS, SharedPrefixes
 
+OTHERS = {
+    "32/2 heads": (32, 2, 128),
+    "64/2 heads": (64, 2, 128),
+    "64/1 heads": (64, 1, 128),
+    "8/8 heads": (8, 8, 64),
+}
+"""As ``MODELS``, with other numbers of query heads a key-value head."""
+HEADS = MODELS | OTHERS
 DECODES = (
     (512, 512), (256, 1024), (224, 680), (160, 800), (128, 900), (96, 1000), (64, 1100), (40, 1300), (24, 1756),
     (16, 2150), (16, 4096), (1, 4096),
@@ -31,16 +39,23 @@ SHARED_DECODES = (
 """Rows in groups of eight, tokens of their prompt, tokens of their own."""
 PREFILLS = ((8, 2048), (1, 2048), (16, 512))
 WRITES = (64, 8192)
+ONE_LONG_ROW = (256, 800, 16000)
+"""Rows, their length, and the length of one of them."""
 BLOCK_SIZE = 16
 
 
 def cases(device: torch.device) -> Iterator[Case]:
     for model in MODELS:
-        yield from (decode(model, rows, length, device) for rows, length in DECODES)
-        yield from (decode(model, rows, length, device, mixed=True) for rows, length in MIXED_DECODES)
+        yield from (decode(model, np.full(rows, length), device) for rows, length in DECODES)
+        yield from (decode(model, mixed(rows, length), device) for rows, length in MIXED_DECODES)
+        yield decode(model, np.array([ONE_LONG_ROW[2], *[ONE_LONG_ROW[1]] * (ONE_LONG_ROW[0] - 1)]), device)
         yield from (shared_decode(model, *shape, device) for shape in SHARED_DECODES)
         yield from (prefill(model, pieces, length, device) for pieces, length in PREFILLS)
         yield from (write(model, rows, device) for rows in WRITES)
+    for model in OTHERS:
+        yield from (decode(model, np.full(rows, 800), device) for rows in (16, 160, 512))
+        yield shared_decode(model, *SHARED_DECODES[0], device)
+        yield prefill(model, *PREFILLS[0], device)
 
 
 class _Inputs(NamedTuple):
@@ -73,14 +88,18 @@ class _Inputs(NamedTuple):
         return [launch(copy) for copy in range(self.copies)]
 
 
-def decode(model: str, rows: int, length: int, device: torch.device, *, mixed: bool = False) -> Case:
-    lengths = np.full(rows, length)
-    if mixed:
-        drawn = np.random.default_rng(rows).lognormal(0.0, 0.7, rows)
-        lengths = np.maximum(1, drawn * length / drawn.mean()).astype(np.int64)
+def mixed(rows: int, mean: int) -> np.ndarray:
+    """Lengths of that mean, log-normal."""
+    drawn = np.random.default_rng(rows).lognormal(0.0, 0.7, rows)
+    return np.maximum(1, drawn * mean / drawn.mean()).astype(np.int64)
+
+
+def decode(model: str, lengths: np.ndarray, device: torch.device) -> Case:
     num_bytes = int(lengths.sum()) * _row_bytes(model)
     launches = _inputs(model, lengths, num_bytes, device).launches(int(lengths.sum()))
-    return Case(f"decode{' mixed' if mixed else ''} {model} {rows} x {length}", launches, num_bytes, "TB/s")
+    least, most = int(lengths.min()), int(lengths.max())
+    seen = f"{most}" if least == most else f"{lengths.mean():.0f}, up to {most}"
+    return Case(f"decode {model} {len(lengths)} x {seen}", launches, num_bytes, "TB/s")
 
 
 def shared_decode(model: str, rows: int, prompt: int, own: int, device: torch.device) -> Case:
@@ -102,7 +121,7 @@ def shared_decode(model: str, rows: int, prompt: int, own: int, device: torch.de
 
 
 def prefill(model: str, pieces: int, length: int, device: torch.device) -> Case:
-    num_heads, _, dim = MODELS[model]
+    num_heads, _, dim = HEADS[model]
     pool, tables = _cache(pieces, length, _row_bytes(model) // 2, device)
     query = torch.randn((pieces * length, num_heads, dim), device=device).bfloat16()
     out = torch.empty_like(query)
@@ -122,7 +141,7 @@ def prefill(model: str, pieces: int, length: int, device: torch.device) -> Case:
 
 def write(model: str, rows: int, device: torch.device) -> Case:
     """Keys and values of prompts into their blocks; its bytes are read and written."""
-    _, num_kv, dim = MODELS[model]
+    _, num_kv, dim = HEADS[model]
     num_bytes = 2 * rows * _row_bytes(model)
     copies = cold_copies(num_bytes, least=2)
     pool, _ = _cache(copies * rows // BLOCK_SIZE, BLOCK_SIZE, 2 * num_kv * dim, device)
@@ -136,7 +155,7 @@ def write(model: str, rows: int, device: torch.device) -> Case:
 
 
 def _inputs(model: str, lengths: np.ndarray, num_bytes: int, device: torch.device) -> _Inputs:
-    num_heads, num_kv, dim = MODELS[model]
+    num_heads, num_kv, dim = HEADS[model]
     rows, copies = len(lengths), cold_copies(num_bytes)
     pool, tables = _cache(rows * copies, int(lengths.max()), 2 * num_kv * dim, device)
     key, value = torch.randn((2, rows, num_kv, dim), device=device).bfloat16()
@@ -154,7 +173,7 @@ def _inputs(model: str, lengths: np.ndarray, num_bytes: int, device: torch.devic
 
 def _row_bytes(model: str) -> int:
     """Of a key and a value."""
-    _, num_kv, dim = MODELS[model]
+    _, num_kv, dim = HEADS[model]
     return 2 * num_kv * dim * 2
 
 

@@ -42,6 +42,8 @@ class Resources(NamedTuple):
     spilled_bytes: int
     """Of a thread: what it keeps in memory for want of registers."""
     num_instructions: int
+    num_loads_ahead: int
+    """Of these, copies to shared memory that the program does not wait for; none: its loops are not pipelined."""
 
 
 class Compiled(NamedTuple):
@@ -150,7 +152,9 @@ def read_resources(name: str, usage: str, code: str) -> Resources:
     assert found is not None, f"no word of {name} in: {usage}"
     # The end of a kernel is padded with instructions that do nothing.
     lines = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(.*)$", code, re.MULTILINE)
-    return Resources(int(found[1]), int(found[2]), sum(not line.startswith("NOP") for line in lines))
+    real = [line for line in lines if not line.startswith("NOP")]
+    ahead = [line for line in real if re.search(r"\b(LDGSTS|UTMALDG)\b", line)]
+    return Resources(int(found[1]), int(found[2]), len(real), len(ahead))
 
 
 def _said_by(*command: str) -> str:

@@ -128,11 +128,11 @@ def prepare(
 def _kernels(model: DeviceModel, max_running: int, context: int, device: torch.device) -> Kernels:
     if device.type != "cuda":
         return TorchKernels()
-    widest = max(model.layers, key=lambda layer: layer.num_heads * layer.value_dim)
+    # Of all layers, since some of the memory that they share grows with the heads alone.
     return TritonKernels(
         max_rows=max(2, max_running),
-        num_heads=widest.num_heads,
-        value_dim=widest.value_dim,
+        num_heads=max(layer.num_heads for layer in model.layers),
+        value_dim=max(layer.value_dim for layer in model.layers),
         max_length=context,
         device=device,
     )

@@ -37,6 +37,8 @@ _MIN_SPAN = 256
 _PROGRAMS_PER_MULTIPROCESSOR = 3
 """To which the key-value rows of a pass are dealt out. By timing on an H200: with fewer memory is not kept busy, with
 more, which must still all run at once, beginning and ending takes longer than it spares."""
+_MOST_SCORES = 1024
+"""Of a tile, one for each key and query head."""
 _PREFIX_STATES = 512
 """Rows times parts of a prefix: with 8 rows a piece, about as many programs a key-value head as fill the chip."""
 
@@ -222,16 +224,20 @@ def _decode_shape(
 ) -> tuple[int, int, int]:
     """Key-value rows of a tile, warps, pipeline stages, for this many pairs of a row and a key-value head a
     multiprocessor. All programs should run at once: one more than there is room for takes as long as all the others.
-    So they are the smaller the more there are, and where prefixes are read beside them. Chosen by timing on an H200."""
-    warps = max(1, heads_padded // 8)
+    So they are the smaller the more there are, and where prefixes are read beside them. Chosen by timing on an H200 for
+    up to eight query heads a key-value head. A program keeps a sum for each of them: with more of them its tiles are so
+    small that three programs still have room, and its warps so few that Hopper's products of whole groups of warps are
+    not used, which Triton before 3.7 does not let wait for what was copied."""
     if dtype == torch.float32 or key_dim > 128:
-        return 32, min(4, 2 * warps), 2
+        return 32, 2 if heads_padded == 8 else 4, 2
+    warps = 1 if heads_padded == 8 else 2 if heads_padded <= 32 else 4
     if is_shared:
         tile, stages = 16, 3
     elif pairs_each <= 1:
-        tile, stages, warps = 64, 3, 2 * warps
+        tile, stages, warps = 64, 3, max(2, warps)
     elif pairs_each <= 6:
         tile, stages = 32, 3
     else:
         tile, stages = 16, 4
-    return tile if key_dim > 64 else 2 * tile, min(4, warps), stages
+    most = max(16, _MOST_SCORES // heads_padded)
+    return min(tile if key_dim > 64 else 2 * tile, most), warps, stages

@@ -25,6 +25,7 @@ CODE = """
 .text.kernel:
         /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0010*/              @!P0 BRA `(.L_x_1) ;
+        /*0018*/                   LDGSTS.E.BYPASS.128 [R5], desc[UR4][R2.64] ;
 .L_x_1:
         /*0020*/                   EXIT ;
 .L_x_2:
@@ -35,7 +36,7 @@ CODE = """
 
 
 def test_resources_are_those_of_the_kernel_and_padding_is_no_instruction():
-    assert read_resources("kernel", USAGE, CODE) == Resources(126, 16, 4)
+    assert read_resources("kernel", USAGE, CODE) == Resources(126, 16, 5, 1)
     assert read_resources("other_kernel", USAGE, CODE).registers == 10
     with pytest.raises(AssertionError, match="no word of absent"):
         read_resources("absent", USAGE, CODE)
@@ -60,7 +61,7 @@ def test_resources_are_those_of_the_kernel_and_padding_is_no_instruction():
     ],
 )
 def test_programs_at_once_are_bounded_by_what_runs_out_first(registers, num_warps, shared_bytes, at_once):
-    made = Compiled("kernel", "v", (1, 1, 1), num_warps, shared_bytes, Resources(registers, 0, 1))
+    made = Compiled("kernel", "v", (1, 1, 1), num_warps, shared_bytes, Resources(registers, 0, 1, 0))
     assert made.at_once == at_once
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from headrace.engines import device_setup, prompt_batches
 from headrace.engines.decode_batches import bucket_sizes, quickest
 from headrace.engines.device_executor import DeviceExecutor
+from headrace.engines.device_model import LayerShape
 from headrace.engines.device_passes import DevicePasses
 from headrace.engines.device_state import DeviceState
 from headrace.engines.torch_engine import TorchEngine
@@ -238,3 +240,11 @@ def test_buckets_reach_the_most_and_waste_at_most_a_third():
 )
 def test_a_bucket_gives_way_to_a_larger_one_that_is_clearly_quicker(seconds, used):
     assert quickest(seconds) == used
+
+
+def test_memory_of_the_kernels_serves_every_layer(monkeypatch):
+    """A layer may have the most heads and another the widest."""
+    monkeypatch.setattr(device_setup, "TritonKernels", lambda **given: given)
+    layers = [LayerShape(8, 2, 128, 512), LayerShape(16, 4, 128, 128)]
+    given = device_setup._kernels(SimpleNamespace(layers=layers), 12, 4096, torch.device("cuda"))
+    assert (given["num_heads"], given["value_dim"]) == (16, 512)

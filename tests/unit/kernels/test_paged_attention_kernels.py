@@ -21,6 +21,8 @@ from kernel_cases import (
 
 require_kernels()
 
+from headrace.kernels import decode_attention as attention  # noqa: E402
+from headrace.kernels.chip import Chip  # noqa: E402
 from headrace.kernels.decode_attention import decode_attention, decode_workspace  # noqa: E402
 from headrace.kernels.paged_attention import prefill_attention, write_rows  # noqa: E402
 from headrace.kernels.prefill import PIECES_AT_ONCE  # noqa: E402
@@ -83,17 +85,32 @@ def decode(heads, lengths, *, seed=0, workspace=None, total=None, **options):
         (Heads(4, 4, 80, 80), [31, 160]),
         (Heads(6, 1, 96, 64, HALF, block_size=32), [33, 400]),
         (Heads(2, 1, 256, 256, HALF), [40, 290]),
+        (Heads(24, 2, 128, 128, HALF), [1, 64, 65, 700]),
+        (Heads(16, 1, 64, 64, HALF), [0, 129, 513]),
+        (Heads(32, 1, 128, 128, HALF), [33, 300]),
+        (Heads(71, 1, 64, 64, HALF), [16, 90]),
     ],
 )
 def test_decode_matches_float64(heads, lengths):
     assert decode(heads, lengths) < TOLERANCE[heads.dtype]
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 21}], ids=["a block a tile", "tiles that begin anywhere"])
-def test_many_rows_are_read_in_small_tiles(options):
+@pytest.mark.parametrize("options", [{}, {"window": 21}], ids=["whole blocks", "tiles that begin anywhere"])
+@pytest.mark.parametrize(("num_multiprocessors", "tile"), [(16, 64), (4, 32), (1, 16)])
+@pytest.mark.parametrize("group", [2, 12])
+def test_the_more_rows_a_multiprocessor_has_the_smaller_are_tiles(
+    monkeypatch, options, num_multiprocessors, tile, group
+):
     """What lies behind the last row of a block is not a number."""
-    heads, lengths = Heads(14, 7, 128, 128, HALF), [1, 0, 16, 17, 33, 15, 47, 48]
+    shapes = []
+    chosen = attention._decode_shape
+    monkeypatch.setattr(attention, "chip", lambda device: Chip(9, num_multiprocessors))
+    monkeypatch.setattr(
+        attention, "_decode_shape", lambda *given: shapes.append(chosen(*given)) or shapes[-1]
+    )
+    heads, lengths = Heads(2 * group, 2, 128, 128, HALF), [1, 0, 16, 17, 33, 15, 47, 48]
     assert decode(heads, lengths, **options) < TOLERANCE[HALF]
+    assert [shape[0] for shape in shapes] == [tile]
 
 
 @pytest.mark.parametrize("options", [{"window": 1}, {"window": 20}, {"window": 200}, {"softcap": 1.5}])

@@ -137,6 +137,8 @@ SPANS_AND_PARTS = (
         pytest.param(
             Heads(7, 1, 32, 32), [1000, 901, 931, 70], [([0, 1, 2], 896)], id="a long prefix in several parts"
         ),
+        pytest.param(Heads(24, 2, 128, 128, HALF), [70, 75, 40], [([0, 1], 64)], id="twelve query heads a head"),
+        pytest.param(Heads(32, 1, 64, 64, HALF), [70, 300], [([0, 1], 64)], id="thirty-two of them"),
         pytest.param(Heads(32, 2, 16, 16), [40] * 8, [(list(range(8)), 32)], id="more lines than a tile has"),
         pytest.param(
             Heads(6, 1, 96, 64, HALF, block_size=32), [65, 400, 72], [([0, 2, 1], 64)], id="unequal head dims"
