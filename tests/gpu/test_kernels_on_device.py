@@ -50,8 +50,10 @@ def captured(launch):
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv", "dim"), HEADS)
-@pytest.mark.parametrize("num_rows", [1, 13, 300])
-def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows):
+@pytest.mark.parametrize(
+    ("num_rows", "uneven"), [(1, False), (13, False), (300, False), (13, True), (300, True)]
+)
+def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows, uneven):
     from headrace.kernels.decode_attention import decode_attention, decode_workspace
 
     max_length = 2048
@@ -65,7 +67,7 @@ def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows):
     workspace = decode_workspace(num_rows, num_heads, dim, max_length, CUDA)
     slots.zero_(), lengths.zero_(), query.zero_()
     own = torch.zeros((2, num_rows, num_kv, dim), dtype=torch.bfloat16, device=CUDA)
-    options = {"scale": dim**-0.5, "out_BHE": out, "workspace": workspace}
+    options = {"scale": dim**-0.5, "out_BHE": out, "workspace": workspace, "uneven": uneven}
     total = torch.zeros(1, dtype=torch.int32, device=CUDA)
     graph = captured(
         lambda: decode_attention(query, *own, pool, tables, slots, lengths, total=total, **options)

@@ -48,7 +48,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     for model in MODELS:
         yield from (decode(model, np.full(rows, length), device) for rows, length in DECODES)
         yield from (decode(model, mixed(rows, length), device) for rows, length in MIXED_DECODES)
-        yield decode(model, np.array([ONE_LONG_ROW[2], *[ONE_LONG_ROW[1]] * (ONE_LONG_ROW[0] - 1)]), device)
+        yield from one_long_row(model, *ONE_LONG_ROW, device)
         yield from (shared_decode(model, *shape, device) for shape in SHARED_DECODES)
         yield from (prefill(model, pieces, length, device) for pieces, length in PREFILLS)
         yield from (write(model, rows, device) for rows in WRITES)
@@ -70,7 +70,9 @@ class _Inputs(NamedTuple):
     lengths: torch.Tensor
     copies: int
 
-    def launches(self, seen_by_itself: int, shared: SharedPrefixes | None = None) -> list[Callable[[], None]]:
+    def launches(
+        self, seen_by_itself: int, shared: SharedPrefixes | None = None, *, uneven: bool = False
+    ) -> list[Callable[[], None]]:
         """``seen_by_itself``: key-value rows of all rows together, but for those that are shared."""
         rows, num_heads, dim = self.query.shape
         device, longest = self.query.device, self.tables.shape[1] * BLOCK_SIZE
@@ -82,7 +84,7 @@ class _Inputs(NamedTuple):
             slots = torch.arange(copy * rows, (copy + 1) * rows, device=device)
             return lambda: decode_attention.decode_attention(
                 self.query, self.key, self.value, self.pool, self.tables, slots, self.lengths, scale=dim**-0.5,
-                shared=shared, rotation=self.rotation, total=total, out_BHE=out, workspace=workspace,
+                shared=shared, rotation=self.rotation, total=total, uneven=uneven, out_BHE=out, workspace=workspace,
             )  # fmt: skip
 
         return [launch(copy) for copy in range(self.copies)]
@@ -100,6 +102,15 @@ def decode(model: str, lengths: np.ndarray, device: torch.device) -> Case:
     least, most = int(lengths.min()), int(lengths.max())
     seen = f"{most}" if least == most else f"{lengths.mean():.0f}, up to {most}"
     return Case(f"decode {model} {len(lengths)} x {seen}", launches, num_bytes, "TB/s")
+
+
+def one_long_row(model: str, rows: int, length: int, longest: int, device: torch.device) -> Iterator[Case]:
+    """Split further, as such a pass is, and as usual."""
+    lengths = np.array([longest, *[length] * (rows - 1)])
+    usual = decode(model, lengths, device)
+    inputs = _inputs(model, lengths, int(usual.amount), device)
+    yield usual._replace(launches=inputs.launches(int(lengths.sum()), uneven=True))
+    yield usual._replace(of="headrace, split as usual")
 
 
 def shared_decode(model: str, rows: int, prompt: int, own: int, device: torch.device) -> Case:

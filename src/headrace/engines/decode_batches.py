@@ -6,8 +6,9 @@ addresses, so everything a bucket reads and writes stays where it is, the weight
 of more rows sometimes take less time, so captured buckets are timed and a pass goes to the quickest that holds it.
 
 A pass may read prompts that several rows share once for all of them. That takes a launch more a layer, and rows
-of one group find most of their prompt in the chip's cache anyway, so it pays for many rows or long prompts only:
-each pass goes to the form that costs it less, and the sharing form of a bucket is captured when it is first used.
+of one group find most of their prompt in the chip's cache anyway, so it pays for many rows or long prompts only. And a
+row that is far longer than the others may be split further than theirs, which costs programs that find nothing to do.
+Each pass goes to the form that costs it less; all but the plain form of a bucket are captured when they are first used.
 
 Shape legend: B rows of the bucket.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,13 +59,22 @@ def quickest(seconds: Sequence[float]) -> list[int]:
     return chosen
 
 
-class DecodeBatch:
-    """The inputs of one bucket as rows of one int64 tensor, so that a single copy brings them all. With
-    ``sharing`` the pass reads shared prompts once."""
+class Form(NamedTuple):
+    """Of a pass."""
 
-    def __init__(self, size: int, device: torch.device, *, sharing: bool) -> None:
+    sharing: bool = False
+    """Whether shared prompts are read once."""
+    uneven: bool = False
+    """Whether rows are split further than usual, for some that are far longer than others."""
+
+
+class DecodeBatch:
+    """The inputs of one bucket as rows of one int64 tensor, so that a single copy brings them all."""
+
+    def __init__(self, size: int, device: torch.device, form: Form) -> None:
         self.size = size
-        num_fields = _FIELDS + _SHARING_FIELDS * sharing
+        self.form = form
+        num_fields = _FIELDS + _SHARING_FIELDS * form.sharing
         self.inputs = torch.zeros((num_fields, size), dtype=torch.int64, device=device)
         self.slots, self.positions, self.cells, self.seed_keys, self.draws = self.inputs[:5]
         pairs = self.inputs[5].view(torch.int32)
@@ -72,7 +82,7 @@ class DecodeBatch:
         self.temperatures = self.inputs[6].view(torch.float32)[:size]
         self.total = self.inputs[6].view(torch.int32)[size : size + 1]
         self.shared: SharedPrefixes | None = None
-        if sharing:
+        if form.sharing:
             self.shared = SharedPrefixes(*_sharing_parts(self.inputs[_FIELDS:].view(torch.int32), size))
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -106,7 +116,7 @@ class DecodeBatch:
 
 
 class DecodeBatches:
-    """One or two batches a bucket; ``compute`` is captured for each where there are ``graphs``."""
+    """A batch for each bucket and form in use; ``compute`` is captured for each where there are ``graphs``."""
 
     def __init__(
         self,
@@ -115,19 +125,21 @@ class DecodeBatches:
         compute: Callable[[DecodeBatch], None],
         *,
         sharing_pays_tokens: int,
+        is_uneven: Callable[[int, int, int], bool],
         graphs: Graphs | None,
         progress: Callable[[str], None],
     ) -> None:
         """``sharing_pays_tokens``: key-value rows a pass must be spared for the form that shares prompts to be
-        the cheaper one."""
+        the cheaper one. ``is_uneven``: of how many rows, the key-value rows of the longest, and those of all."""
         self._compute = compute
         self._state = state
         self._graphs = graphs
         self._sharing_pays_tokens = sharing_pays_tokens
+        self._is_uneven = is_uneven
         self._finder = SharedPromptFinder()
         self._sizes = bucket_sizes(most)
-        self._plain = [DecodeBatch(size, state.device, sharing=False) for size in self._sizes]
-        self._sharing: dict[int, DecodeBatch] = {}
+        self._plain = [DecodeBatch(size, state.device, Form()) for size in self._sizes]
+        self._others: dict[tuple[int, Form], DecodeBatch] = {}
         self.num_tokens_shared = 0
         """Key-value rows of prompts that passes so far did not read, because another row had read them."""
         self._bucket_used = list(range(len(self._sizes)))
@@ -140,9 +152,8 @@ class DecodeBatches:
     def run(self, table: SlotTable, slots: np.ndarray) -> None:
         prompts = self._finder.find(table, slots)
         bucket = self._bucket_used[bisect_left(self._sizes, len(slots))]
-        batch = self._plain[bucket]
-        if prompts.saved_tokens >= self._sharing_pays_tokens:
-            batch = self._sharing_batch(bucket, table)
+        batch = self._batch(bucket, self._form(bucket, table, slots, prompts), table)
+        if batch.form.sharing:
             self.num_tokens_shared += prompts.saved_tokens
         batch.fill(table, slots, self._state, prompts)
         if batch.graph is None:
@@ -150,15 +161,24 @@ class DecodeBatches:
         else:
             batch.graph.replay()
 
-    def _sharing_batch(self, bucket: int, table: SlotTable) -> DecodeBatch:
-        if bucket not in self._sharing:
-            batch = DecodeBatch(self._sizes[bucket], self._state.device, sharing=True)
+    def _form(self, bucket: int, table: SlotTable, slots: np.ndarray, prompts: SharedPrompts) -> Form:
+        sharing = prompts.saved_tokens >= self._sharing_pays_tokens
+        own = table.computed[slots] + 1
+        if sharing:
+            own = own - prompts.begins
+        return Form(sharing, self._is_uneven(self._sizes[bucket], int(own.max()), int(own.sum())))
+
+    def _batch(self, bucket: int, form: Form, table: SlotTable) -> DecodeBatch:
+        if form == Form():
+            return self._plain[bucket]
+        if (bucket, form) not in self._others:
+            batch = DecodeBatch(self._sizes[bucket], self._state.device, form)
             if self._graphs is not None:
                 # Computed before it is captured, so its rows must be nobody's.
                 batch.fill(table, _NO_SLOTS, self._state, self._finder.nothing)
                 self._capture(batch)
-            self._sharing[bucket] = batch
-        return self._sharing[bucket]
+            self._others[bucket, form] = batch
+        return self._others[bucket, form]
 
     def _capture(self, batch: DecodeBatch) -> None:
         assert self._graphs is not None

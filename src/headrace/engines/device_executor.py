@@ -124,6 +124,7 @@ class DeviceExecutor:
                 self._passes.state,
                 self._passes.decode,
                 sharing_pays_tokens=self._passes.sharing_pays_tokens,
+                is_uneven=self._passes.is_uneven,
                 graphs=graphs,
                 progress=progress,
             )

@@ -37,6 +37,8 @@ class DecodeRows:
     """int32 [1], their sum without shared prefixes; rows are split by it."""
     shared: SharedPrefixes | None = None
     """Prefixes to be read once for several rows."""
+    uneven: bool = False
+    """Whether some row is so much longer than others that rows are split further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,10 @@ class PieceRows:
 class Kernels(Protocol):
     sharing_pays_bytes: int
     """Key-value bytes a layer must be spared for shared prefixes to be worth their own launch."""
+
+    def is_uneven(self, num_rows: int, num_kv_heads: int, longest: int, total: int) -> bool:
+        """Whether a row of ``longest`` key-value rows, of ``total`` in all, is worth splitting further than usual."""
+        ...
 
     def decode(
         self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, rotation: Rotation | None,
@@ -105,6 +111,9 @@ class TritonKernels:
         self._decoding = decode_attention.decode_workspace(max_rows, num_heads, value_dim, max_length, device)
         self._drawing = sampling.sample_workspace(max_rows, device)
 
+    def is_uneven(self, num_rows: int, num_kv_heads: int, longest: int, total: int) -> bool:
+        return bool(self._decoding.is_uneven(num_rows, num_kv_heads, longest, total))
+
     def decode(
         self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, rotation: Rotation | None,
         pool_BSW: torch.Tensor, rows: DecodeRows, options: LayerOptions,
@@ -113,7 +122,7 @@ class TritonKernels:
         self._decode_attention(
             query_BHD, key_BKD, value_BKE, pool_BSW, rows.tables, rows.slots, rows.lengths,
             scale=options.scale, window=options.window, softcap=options.softcap, shared=rows.shared,
-            rotation=rotation, total=rows.total, out_BHE=out_BHE, workspace=self._decoding,
+            rotation=rotation, total=rows.total, uneven=rows.uneven, out_BHE=out_BHE, workspace=self._decoding,
         )  # fmt: skip
         return out_BHE
 
@@ -154,6 +163,10 @@ class TorchKernels:
     """The same functions row by row."""
 
     sharing_pays_bytes = 1
+
+    def is_uneven(self, num_rows: int, num_kv_heads: int, longest: int, total: int) -> bool:
+        """Rows are not split here, so any answer will do; this one is like the other's."""
+        return longest * num_rows > 3 * total
 
     def decode(
         self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, rotation: Rotation | None,

@@ -37,6 +37,9 @@ _MIN_SPAN = 256
 _PROGRAMS_PER_MULTIPROCESSOR = 3
 """To which the key-value rows of a pass are dealt out. By timing on an H200: with fewer memory is not kept busy, with
 more, which must still all run at once, beginning and ending takes longer than it spares."""
+_UNEVEN_SHARES = 3
+"""Of which a span is far longer than an even one: alone on its multiprocessor a program reads two to three times as
+fast as beside others."""
 _MOST_SCORES = 1024
 """Of a tile, one for each key and query head."""
 _PREFIX_STATES = 512
@@ -51,6 +54,8 @@ class DecodeWorkspace:
     """The longest sequence a row may have."""
     num_programs: int
     """To which the key-value rows of a pass are dealt out."""
+    num_slots: int
+    """Spans of all rows together that there is memory for."""
     sums: torch.Tensor
     stats: torch.Tensor
     arrived: torch.Tensor
@@ -64,8 +69,23 @@ class DecodeWorkspace:
     def num_spans(self, num_pairs: int) -> int:
         """Spans a row is split into at most, for this many pairs of a row and a key-value head: twice as many as an
         even length would need, for rows that are longer than others."""
-        most = min(_MAX_SPANS, triton.cdiv(self.max_length, _MIN_SPAN))
-        return min(triton.cdiv(2 * self.num_programs, num_pairs), most)
+        return min(triton.cdiv(2 * self.num_programs, num_pairs), self._most_spans)
+
+    def num_uneven_spans(self, num_rows: int) -> int:
+        """The same for a pass that ``is_uneven``: as many as there is memory for. Of most rows most of them are not
+        used, and programs that find nothing to do cost other passes more than they spare."""
+        return min(self.num_slots // num_rows, self._most_spans)
+
+    def is_uneven(self, num_rows: int, num_kv_heads: int, longest: int, total: int) -> bool:
+        """Whether the longest row, split as usual, would be read long after the others. ``longest`` and ``total``: its
+        key-value rows and all rows' together, without shared prefixes."""
+        num_spans = self.num_spans(num_rows * num_kv_heads)
+        share = max(_MIN_SPAN, total * num_kv_heads // self.num_programs)
+        return longest > _UNEVEN_SHARES * share * num_spans and self.num_uneven_spans(num_rows) > num_spans
+
+    @property
+    def _most_spans(self) -> int:
+        return min(_MAX_SPANS, triton.cdiv(self.max_length, _MIN_SPAN))
 
     def num_prefix_parts(self, num_rows: int) -> int:
         """Parts a shared prefix is split into at most, in a pass of this many rows."""
@@ -87,6 +107,7 @@ def decode_workspace(
     return DecodeWorkspace(
         max_length=max_length,
         num_programs=num_programs,
+        num_slots=num_slots,
         sums=floats(num_slots * value_dim),
         stats=floats(num_slots * 2),
         arrived=torch.zeros(max_rows * num_heads, dtype=torch.int32, device=device),
@@ -113,6 +134,7 @@ def decode_attention(
     shared: SharedPrefixes | None = None,
     rotation: Rotation | None = None,
     total: torch.Tensor,
+    uneven: bool = False,
     out_BHE: torch.Tensor,
     workspace: DecodeWorkspace,
 ) -> None:
@@ -120,11 +142,12 @@ def decode_attention(
     ``lengths_B`` (int32) counts the key-value rows a query sees, of which the last are ``key_BKD`` and ``value_BKE``;
     it is 0 for a padding row, which gets zeros. Prefixes that are ``shared`` are read once a piece, unless a window
     makes them short anyway. Queries and keys are given before ``rotation``. ``total``: int32 [1], the sum of
-    ``lengths_B`` without shared prefixes; it decides how rows are split and nothing else."""
+    ``lengths_B`` without shared prefixes; it decides how rows are split and nothing else, and so does ``uneven``."""
     num_rows, num_heads, key_dim = query_BHD.shape
     num_kv_heads, value_dim = value_BKE.shape[1:]
     num_pairs, group = num_rows * num_kv_heads, num_heads // num_kv_heads
-    num_spans, heads_padded = workspace.num_spans(num_pairs), max(8, triton.next_power_of_2(group))
+    num_spans = workspace.num_uneven_spans(num_rows) if uneven else workspace.num_spans(num_pairs)
+    heads_padded = max(8, triton.next_power_of_2(group))
     shared = None if window else shared
     pairs_each = num_pairs / chip(query_BHD.device).num_multiprocessors
     tile, num_warps, num_stages = _decode_shape(

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from headrace.engines import device_setup, prompt_batches
-from headrace.engines.decode_batches import bucket_sizes, quickest
+from headrace.engines.decode_batches import Form, bucket_sizes, quickest
 from headrace.engines.device_executor import DeviceExecutor
+from headrace.engines.device_kernels import TorchKernels
 from headrace.engines.device_model import LayerShape
 from headrace.engines.device_passes import DevicePasses
 from headrace.engines.device_state import DeviceState
@@ -248,3 +249,29 @@ def test_memory_of_the_kernels_serves_every_layer(monkeypatch):
     layers = [LayerShape(8, 2, 128, 512), LayerShape(16, 4, 128, 128)]
     given = device_setup._kernels(SimpleNamespace(layers=layers), 12, 4096, torch.device("cuda"))
     assert (given["num_heads"], given["value_dim"]) == (16, 512)
+
+
+def test_passes_take_the_form_that_their_rows_ask_for(
+    make_engine, make_executor, run_engine, make_request, monkeypatch
+):
+    """Of rows that share a prompt only what each has for itself counts."""
+    asked = []
+
+    def is_uneven(_, num_rows, num_kv_heads, longest, total):
+        asked.append((num_rows, num_kv_heads, longest, total))
+        return longest * 2 > total
+
+    monkeypatch.setattr(TorchKernels, "is_uneven", is_uneven)
+    prompt = np.random.default_rng(1).integers(0, 61, 64)
+    requests = [make_request(f"m{i}", prompt=prompt, max_tokens=2 + 20 * (i == 2)) for i in range(3)]
+    requests.append(make_request("long", prompt=200, max_tokens=4))
+    expected = run_engine(make_engine(), *requests)
+    executor = make_executor()
+    got = run_engine(engine_of(executor), *requests)
+    for name, completion in expected.items():
+        agree(got[name], completion)
+    # Three rows with 48 of 65 tokens from their shared blocks, and one with 201; then one row alone.
+    assert asked[0] == (4, 4, 201, 201 + 3 * 17)
+    assert asked[-1][0] == 2 and asked[-1][2] == asked[-1][3]
+    forms = {form for _, form in executor._decoding._others}
+    assert forms == {Form(sharing=True, uneven=True), Form(sharing=False, uneven=True)}

@@ -14,7 +14,7 @@ import torch
 
 from headrace.bench.compiling import compiled
 from headrace.bench.kernel_cases import MODELS, VOCAB_SIZE
-from headrace.engines.decode_batches import DecodeBatch, bucket_sizes
+from headrace.engines.decode_batches import DecodeBatch, Form, bucket_sizes
 from headrace.engines.device_kernels import DecodeRows, PieceRows, TritonKernels
 from headrace.engines.prompt_batches import PromptBatch, bucket_rows
 from headrace.engines.sequences import SlotTable
@@ -49,7 +49,7 @@ def launches(model):
     for size in bucket_sizes(MAX_ROWS):
         logits = empty(size, VOCAB_SIZE, dtype=torch.float32)
         for sharing in (False, True):
-            batch = DecodeBatch(size, CPU, sharing=sharing)
+            batch = DecodeBatch(size, CPU, Form(sharing=sharing))
             rows = DecodeRows(tables, batch.slots, batch.lengths, batch.total, batch.shared)
             yield lambda rows=rows, size=size: kernels.decode(*rows_of(model, size), pool, rows, options)
             given = batch.seed_keys, batch.draws, batch.temperatures, drawn[0][:size], drawn[1][:size]

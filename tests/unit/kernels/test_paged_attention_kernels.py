@@ -34,7 +34,7 @@ def poisoned(*shape, dtype):
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
-def decode(heads, lengths, *, seed=0, workspace=None, total=None, **options):
+def decode(heads, lengths, *, seed=0, workspace=None, total=None, uneven=False, **options):
     """Relative error of a decode pass over these lengths; 0 is a padding row."""
     generator = torch.Generator().manual_seed(seed)
     cache = make_cache(heads, [max(length, 1) for length in lengths], generator)
@@ -55,6 +55,7 @@ def decode(heads, lengths, *, seed=0, workspace=None, total=None, **options):
         torch.tensor(lengths, dtype=torch.int32)[order].to(DEVICE),
         scale=scale,
         total=torch.tensor([sum(lengths) if total is None else total], dtype=torch.int32, device=DEVICE),
+        uneven=uneven,
         out_BHE=out,
         workspace=workspace,
         **options,
@@ -118,13 +119,17 @@ def test_decode_with_a_window_or_a_soft_cap(options):
     assert decode(Heads(7, 1, 64, 64), [1, 5, 20, 21, 260, 500], **options) < TOLERANCE[FP32]
 
 
-def spans_used(heads, lengths, *, num_programs, **options):
+def spans_used(heads, lengths, *, num_programs, num_slots=None, **options):
     """Of each sequence, in order of their number; 0: one, which is written straight to the output."""
     workspace = decode_workspace(len(lengths), heads.num, heads.value_dim, 4096, DEVICE)
     workspace = dataclasses.replace(workspace, num_programs=num_programs)
-    workspace.stats.fill_(float("nan"))
-    assert decode(heads, lengths, workspace=workspace, **options) < TOLERANCE[FP32]
     num_spans = workspace.num_spans(len(lengths) * heads.num_kv)
+    if num_slots is not None:
+        workspace = dataclasses.replace(workspace, num_slots=num_slots)
+        num_spans = workspace.num_uneven_spans(len(lengths))
+    workspace.stats.fill_(float("nan"))
+    uneven = num_slots is not None
+    assert decode(heads, lengths, workspace=workspace, uneven=uneven, **options) < TOLERANCE[FP32]
     shape = len(lengths), heads.num, num_spans, 2
     tops = workspace.stats[: math.prod(shape)].view(shape)[:, 0, :, 0]
     return sorted((~tops.isnan()).sum(1).tolist())
@@ -144,12 +149,42 @@ def test_rows_are_dealt_out_evenly(lengths, num_programs, options, expected):
     assert spans_used(Heads(4, 2, 32, 32), lengths, num_programs=num_programs, **options) == expected
 
 
+@pytest.mark.parametrize(("num_slots", "longest"), [(None, 0), (48, 3), (96, 6), (16, 0)])
+def test_a_pass_that_is_uneven_splits_its_longest_row_as_far_as_there_is_memory(num_slots, longest):
+    """A share is 3,300 / 8. Split as usual no row is."""
+    lengths = [3000, *[20] * 15]
+    found = spans_used(Heads(2, 1, 32, 32), lengths, num_programs=8, num_slots=num_slots)
+    assert found == [*[0] * 15, longest]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "lengths", "uneven"),
+    [
+        pytest.param(256, [800] * 256, False, id="all alike"),
+        pytest.param(256, [16_000, *[800] * 255], True, id="one that is far longer"),
+        pytest.param(256, [6_000, *[800] * 255], False, id="one that is longer, and ends with the others"),
+        pytest.param(512, [32_000, *[100] * 300], True, id="beside rows of padding"),
+        pytest.param(512, [700, *[1] * 100], False, id="too short to be split"),
+        pytest.param(
+            16, [30_000, *[100] * 15], True, id="few rows, of which one would be split into thirteen"
+        ),
+        pytest.param(16, [8_000, *[100] * 15], False, id="few rows, which are split far enough as it is"),
+        pytest.param(2048, [16_000, *[10] * 2047], False, id="more rows than there is memory for spans"),
+    ],
+)
+def test_a_pass_is_uneven_where_its_longest_row_would_keep_the_others_waiting(num_rows, lengths, uneven):
+    workspace = decode_workspace(num_rows, 28, 128, 32_768, torch.device("meta"))
+    assert workspace.is_uneven(num_rows, 4, max(lengths), sum(lengths)) == uneven
+
+
 def test_there_is_room_for_every_span():
     for max_rows in (1, 7, 25, 60, 400):
         workspace = decode_workspace(max_rows, 8, 16, 1 << 20, DEVICE)
         for num_kv in (1, 2, 8):
             most = max(rows * workspace.num_spans(rows * num_kv) for rows in range(1, max_rows + 1))
             assert most * 8 * 2 <= workspace.stats.numel()
+        most = max(rows * workspace.num_uneven_spans(rows) for rows in range(1, max_rows + 1))
+        assert most * 8 * 2 <= workspace.stats.numel()
 
 
 @pytest.mark.parametrize("total", [0, 50, 2**31 - 1])

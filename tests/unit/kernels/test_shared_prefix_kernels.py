@@ -48,7 +48,7 @@ def decode(heads, lengths, pieces, **options):
     return relative_error(*outputs(heads, lengths, pieces, **options))
 
 
-def outputs(heads, lengths, pieces, *, seed=0, workspace=None, num_programs=None, **options):
+def outputs(heads, lengths, pieces, *, seed=0, workspace=None, num_programs=None, uneven=False, **options):
     """What a pass over sequences of these lengths (0: a padding row) returns, and what it should, where each piece
     (sequences, prefix) shares a prefix. Rows come in a random order."""
     generator = torch.Generator().manual_seed(seed)
@@ -80,6 +80,7 @@ def outputs(heads, lengths, pieces, *, seed=0, workspace=None, num_programs=None
         total=torch.tensor([sum(lengths) - sum(len(piece) * n for piece, n in pieces)], dtype=torch.int32).to(
             DEVICE
         ),
+        uneven=uneven,
         shared=shared_prefixes(len(lengths), [([row_of[s] for s in piece], n) for piece, n in pieces]),
         out_BHE=out,
         workspace=workspace,
@@ -224,3 +225,14 @@ def test_a_workspace_serves_one_pass_after_another():
     )
     for seed, (lengths, pieces) in enumerate(passes):
         assert decode(heads, lengths, pieces, seed=seed, workspace=workspace) < TOLERANCE[FP32]
+
+
+def test_a_long_row_is_split_further_behind_its_prefix():
+    heads, lengths = Heads(2, 1, 32, 32), [3064, *[65] * 19]
+    # One program a row as usual, so that no row is split.
+    found = [
+        outputs(heads, lengths, [([0, 1, 2], 48)], num_programs=10, uneven=uneven) for uneven in (False, True)
+    ]
+    for out, expected in found:
+        assert relative_error(out, expected) < TOLERANCE[FP32]
+    assert not torch.equal(found[0][0], found[1][0]), "split otherwise, and so rounded otherwise"
