@@ -35,6 +35,8 @@ _SHARING_FIELDS = 2
 _NO_SLOTS = np.zeros(0, dtype=np.int64)
 _CLEARLY_QUICKER = 0.98
 _TIMED_REPLAYS = 2
+_UNEVEN_PASSES = 16
+"""Of a bucket, before the form for them is worth the time that capturing it takes."""
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -142,6 +144,7 @@ class DecodeBatches:
         self._others: dict[tuple[int, Form], DecodeBatch] = {}
         self.num_tokens_shared = 0
         """Key-value rows of prompts that passes so far did not read, because another row had read them."""
+        self._num_uneven = [0] * len(self._sizes)
         self._bucket_used = list(range(len(self._sizes)))
         if graphs is not None:
             for n, batch in enumerate(reversed(self._plain), start=1):
@@ -166,7 +169,9 @@ class DecodeBatches:
         own = table.computed[slots] + 1
         if sharing:
             own = own - prompts.begins
-        return Form(sharing, self._is_uneven(self._sizes[bucket], int(own.max()), int(own.sum())))
+        uneven = self._is_uneven(self._sizes[bucket], int(own.max()), int(own.sum()))
+        self._num_uneven[bucket] += uneven
+        return Form(sharing, uneven and self._num_uneven[bucket] >= _UNEVEN_PASSES)
 
     def _batch(self, bucket: int, form: Form, table: SlotTable) -> DecodeBatch:
         if form == Form():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.engines import device_setup, prompt_batches
+from headrace.engines import decode_batches, device_setup, prompt_batches
 from headrace.engines.decode_batches import Form, bucket_sizes, quickest
 from headrace.engines.device_executor import DeviceExecutor
 from headrace.engines.device_kernels import TorchKernels
@@ -254,8 +254,9 @@ def test_memory_of_the_kernels_serves_every_layer(monkeypatch):
 def test_passes_take_the_form_that_their_rows_ask_for(
     make_engine, make_executor, run_engine, make_request, monkeypatch
 ):
-    """Of rows that share a prompt only what each has for itself counts."""
+    """Of rows that share a prompt only what each has for itself counts. The first uneven passes are split as usual."""
     asked = []
+    monkeypatch.setattr(decode_batches, "_UNEVEN_PASSES", 2)
 
     def is_uneven(_, num_rows, num_kv_heads, longest, total):
         asked.append((num_rows, num_kv_heads, longest, total))
@@ -263,15 +264,22 @@ def test_passes_take_the_form_that_their_rows_ask_for(
 
     monkeypatch.setattr(TorchKernels, "is_uneven", is_uneven)
     prompt = np.random.default_rng(1).integers(0, 61, 64)
-    requests = [make_request(f"m{i}", prompt=prompt, max_tokens=2 + 20 * (i == 2)) for i in range(3)]
-    requests.append(make_request("long", prompt=200, max_tokens=4))
+    requests = [make_request(f"m{i}", prompt=prompt, max_tokens=6 + 20 * (i == 2)) for i in range(3)]
+    requests.append(make_request("long", prompt=200, max_tokens=9))
     expected = run_engine(make_engine(), *requests)
     executor = make_executor()
+    batches, used = executor._decoding, []
+    compute = batches._compute
+    monkeypatch.setattr(
+        batches, "_compute", lambda batch: used.append((batch.size, batch.form)) or compute(batch)
+    )
     got = run_engine(engine_of(executor), *requests)
     for name, completion in expected.items():
         agree(got[name], completion)
-    # Three rows with 48 of 65 tokens from their shared blocks, and one with 201; then one row alone.
+    # Three rows with 48 of 65 tokens from their shared blocks, and one with 201; in the end one row alone.
     assert asked[0] == (4, 4, 201, 201 + 3 * 17)
     assert asked[-1][0] == 2 and asked[-1][2] == asked[-1][3]
-    forms = {form for _, form in executor._decoding._others}
-    assert forms == {Form(sharing=True, uneven=True), Form(sharing=False, uneven=True)}
+    of_four = [form for size, form in used if size == 4]
+    assert of_four[:3] == [Form(True, False), Form(True, True), Form(True, True)]
+    assert {form for size, form in used if size == 2} == {Form(False, False), Form(False, True)}
+    assert len(used) == len(asked)
