@@ -37,14 +37,16 @@ def cases(device: torch.device, only: str = "") -> Iterator[Case]:
     yield from found
 
 
-def run(only: str = "", *, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def run(
+    only: str = "", *, device: str = "cuda", progress: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
     """On a GPU: every case timed, cold."""
     from headrace.bench.rollouts import copy_bandwidth
     from headrace.bench.train import matmul_flops_per_s
 
     limits = {"TB/s": copy_bandwidth() * 1e-12, "TFLOP/s": matmul_flops_per_s("cuda") * 1e-12}
     timed = []
-    for case in cases(torch.device("cuda"), only):
+    for case in cases(torch.device(device), only):
         taken = seconds(case)
         rate = case.amount / taken * 1e-12
         timed.append(
