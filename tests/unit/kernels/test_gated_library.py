@@ -17,7 +17,10 @@ TILES = LibraryTiles(128, 192, True, (2, 1))
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
+    """Neither of what other tests have asked, nor afterwards of what these have."""
     cached = (gated_library.is_installed, gated_library._library, gated_library._launcher)
+    for function in cached:
+        function.cache_clear()
     yield
     for function in cached:
         function.cache_clear()
