@@ -176,9 +176,8 @@ class TorchEngine:
             self._scheduler.counters.prompt_passes += num_prefill > 0
         if landing is not None:
             done += self._land(landing)
-        if self._in_flight is not None and not self._executor.pipelined:
-            landing, self._in_flight = self._in_flight, None
-            done += self._land(landing)
+        if not self._executor.pipelined:
+            done += self._landed()
         shares = {"prefill": float(num_prefill), "decode": float(len(work.decode))}
         self._ledger.split(shares if num_prefill + len(work.decode) else {"decode": 1.0}, "idle-no-work")
         self._scheduler.counters.prefill_tokens += num_prefill
@@ -299,6 +298,11 @@ class TorchEngine:
             np.stack((rows, table.tenant[rows], table.computed[rows])),
         )
 
+    def _landed(self) -> list[tuple[str, Completion]]:
+        """What the pass on its way finishes, if there is one."""
+        landing, self._in_flight = self._in_flight, None
+        return [] if landing is None else self._land(landing)
+
     def _land(self, launched: _InFlight) -> list[tuple[str, Completion]]:
         """Book the tokens a pass drew, and take out what is finished."""
         drawn, slots, table = launched.flight.wait(), launched.flight.slots, self._table
@@ -362,6 +366,8 @@ class TorchEngine:
         self._holds.forget(adapter)
         self._pool.forget(adapter)
         if self._recompute_kv:
+            # A token on its way is lost with its slot, and with an update after every pass all would be.
+            self._done += self._landed()
             for sequence in reversed(self._scheduler.running[:]):
                 if sequence.adapter == adapter:
                     self._scheduler.preempt(sequence)

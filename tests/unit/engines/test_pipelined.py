@@ -35,11 +35,14 @@ class Made:
 
 @pytest.fixture
 def make_late(tiny_checkpoint):
-    def build(**settings):
+    def build(*, recompute_kv=False, **settings):
         given = {"max_running": 64, "block_size": 16, "kv_tokens": None, "prefill_tokens": 512, **settings}
         executor = LateExecutor(load_model(tiny_checkpoint), **given)
         engine = TorchEngine(
-            executor, ledger=TimeLedger(ENGINE_ACTIVITIES), prefill_tokens=given["prefill_tokens"]
+            executor,
+            ledger=TimeLedger(ENGINE_ACTIVITIES),
+            prefill_tokens=given["prefill_tokens"],
+            recompute_kv=recompute_kv,
         )
         return Made(engine, executor.num_blocks)
 
@@ -98,6 +101,23 @@ def test_tokens_bear_the_version_their_pass_was_launched_under(make_late, make_r
     while engine.has_work:
         done.update(engine.step())
     assert done["a"].versions.tolist() == [0] * 4 + [5] * 6
+
+
+def test_an_update_after_every_pass_costs_no_token(make_late, make_request, tiny_checkpoint):
+    """Although all that was computed before it is computed anew."""
+    weights = list(to_blobs(load_model(tiny_checkpoint)))
+    engine = make_late(recompute_kv=True).engine
+    for name in ("a", "b"):
+        engine.submit(make_request(name, prompt=20, max_tokens=4))
+    done, version = {}, 0
+    while engine.has_work and version < 20:
+        done.update(engine.step())
+        version += 1
+        engine.apply(version, weights)
+    assert {name: completion.versions.tolist() for name, completion in done.items()} == {
+        "a": [0, 1, 2, 3],
+        "b": [0, 1, 2, 3],
+    }
 
 
 def test_an_abort_drops_only_the_token_on_its_way(
