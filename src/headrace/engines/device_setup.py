@@ -31,6 +31,7 @@ from headrace.engines.prompt_batches import PromptBatch
 from headrace.engines.sequences import SlotTable, new_sequence
 from headrace.engines.shared_prompts import SharedPromptFinder
 from headrace.errors import ConfigError
+from headrace.kernels.chip import has_kernels
 from headrace.kernels.kept_code import keep_compiled
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.lora import LoraSpec
@@ -126,7 +127,7 @@ def prepare(
 
 
 def _kernels(model: DeviceModel, max_running: int, context: int, device: torch.device) -> Kernels:
-    if device.type != "cuda":
+    if not has_kernels(device):
         return TorchKernels()
     # Of all layers, since some of the memory that they share grows with the heads alone.
     return TritonKernels(

@@ -1,4 +1,4 @@
-"""What kernels ask of the chip they run on."""
+"""What kernels ask of the chip they run on, and where they are run at all."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ class Chip(NamedTuple):
 
 H200 = Chip(HOPPER, 132)
 """Tensors without memory (device ``meta``) are taken to be there: kernels are compiled over them, and not run."""
+_INTERPRETED = Chip(0, 8)
+_WITH_KERNELS = {"cuda"}
+"""Kinds of devices; with ``cpu`` among them the interpreter stands in for a GPU, which is for tests."""
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels compute there; elsewhere plain torch does."""
+    return device.type in _WITH_KERNELS
 
 
 @cache
@@ -27,6 +35,6 @@ def chip(device: torch.device) -> Chip:
     if device.type == "meta":
         return H200
     if device.type != "cuda":
-        return Chip(0, 8)
+        return _INTERPRETED
     facts = torch.cuda.get_device_properties(device)
     return Chip(facts.major, facts.multi_processor_count)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from headrace.kernels.chip import has_kernels
 from headrace.models.joined_linear import GATE_UP, JoinedLinear, join_linears
 from headrace.models.joined_product import check_memory
 from headrace.models.told import Told, how
@@ -119,7 +120,7 @@ def _product(
     """[T, W], and with ``keep`` both products in pairs, [T, O]."""
     if whole_OI is not None:
         check_memory(whole_OI, (gate_WI, up_WI))
-    if x_TI.is_cuda:
+    if has_kernels(x_TI.device):
         from headrace.kernels.gated import GatedWeights, gated_product
 
         return gated_product(x_TI.contiguous(), GatedWeights(gate_WI, up_WI, whole_OI), keep=keep)
@@ -162,7 +163,7 @@ def _(
 @torch.library.custom_op("headrace::gate_gradients", mutates_args=())
 def _gate_gradients(grad: torch.Tensor, products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of both products, all of the gate's before all of the others, and what was made of them once more."""
-    if grad.is_cuda:
+    if has_kernels(grad.device):
         from headrace.kernels.gated import gate_gradients
 
         return gate_gradients(grad.contiguous(), products)

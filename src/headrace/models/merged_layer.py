@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from headrace.kernels.chip import has_kernels
 from headrace.kernels.rotation import Rotation, rotated
 from headrace.models.device_attention import LayerOptions
 from headrace.models.float_residual import residual_dtype
@@ -136,13 +137,12 @@ def _add_product_in_place(
     total_TO, x_TI = total.view(-1, total.shape[-1]), x.reshape(-1, x.shape[-1])
     if weight.dtype == torch.float32:
         total_TO.addmm_(x_TI, weight.t())
-    elif total.is_cuda:
-        from headrace.kernels.added_product import add_product, is_quick
+    elif arrived is not None and _is_quick(total_TO, x_TI, weight):
+        from headrace.kernels.added_product import add_product
 
-        if arrived is not None and total_TO.is_contiguous() and is_quick(x_TI, weight):
-            add_product(total_TO, x_TI.contiguous(), weight, arrived)
-        else:
-            torch.addmm(total_TO, x_TI, weight.t(), out_dtype=torch.float32, out=total_TO)
+        add_product(total_TO, x_TI.contiguous(), weight, arrived)
+    elif total.is_cuda:
+        torch.addmm(total_TO, x_TI, weight.t(), out_dtype=torch.float32, out=total_TO)
     else:
         total_TO.add_(float_product(x_TI, weight))
 
@@ -152,8 +152,15 @@ def _(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, arrived: torch
     return None
 
 
+def _is_quick(total_TO: torch.Tensor, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    from headrace.kernels.added_product import is_quick
+
+    return total_TO.is_contiguous() and is_quick(x_TI, weight_OI)
+
+
 def _counters(device: torch.device) -> torch.Tensor | None:
-    if device.type != "cuda":
+    """Of the kernel that adds products; None: it does not run there."""
+    if not has_kernels(device):
         return None
     from headrace.kernels.added_product import MOST_TILES
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.kernels.chip import has_kernels
 from headrace.models.flash import Segments, flash_backward, flash_forward
 from headrace.models.uploads import to_device
 
@@ -100,7 +101,7 @@ class _Reading:
         """[T, Hk, D] as they are read, [R, Hk, D]."""
         if self.tokens_R is None:
             return key, value
-        if key.is_cuda:
+        if has_kernels(key.device):
             from headrace.kernels.repeated_rows import lay_out
 
             return lay_out(key, value, self.tokens_R)
@@ -110,7 +111,7 @@ class _Reading:
         """The reverse for gradients: each token the sum of all its places."""
         if self.starts is None or self.places_R is None or self.tokens_R is None:
             return of_keys, of_values
-        if of_keys.is_cuda:
+        if has_kernels(of_keys.device):
             from headrace.kernels.repeated_rows import row_sums
 
             return row_sums(of_keys, of_values, self.starts, self.places_R)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from headrace.kernels.chip import has_kernels
 from headrace.models.kept_sets import KeptSets
 from headrace.trainers.head import (
     HeadGradients,
@@ -88,7 +89,7 @@ def _normaliser(
     logits_CV: torch.Tensor, targets_C: torch.Tensor, temperatures_C: torch.Tensor
 ) -> torch.Tensor:
     """Over the whole vocabulary."""
-    if not logits_CV.is_cuda:
+    if not has_kernels(logits_CV.device):
         return (logits_CV / temperatures_C[:, None]).logsumexp(-1)
     from headrace.kernels.head_values import token_values
 

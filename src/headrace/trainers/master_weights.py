@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.errors import InvariantError
+from headrace.kernels.chip import has_kernels
 from headrace.models.joined_linear import joined_groups
 from headrace.models.tensors import named_tensors, to_blobs
 from headrace.trainers.head_at_ids import logprobs_at
@@ -144,7 +145,7 @@ class MasterWeights:
 
 
 def _add(total: torch.Tensor, term: torch.Tensor) -> None:
-    if total.is_cuda:
+    if has_kernels(total.device):
         from headrace.kernels.add import add_to
 
         add_to(total, term)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from headrace.kernels.chip import has_kernels
 from headrace.trainers.head import HeadGradients, chunks, fused, uncapped_logits
 
 
@@ -138,7 +139,7 @@ def _token_values(
     logits_CV: torch.Tensor, ids: torch.Tensor, temperatures_C: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normaliser, log-probabilities at the ids and entropy of every token."""
-    if not logits_CV.is_cuda:
+    if not has_kernels(logits_CV.device):
         return plain_token_values(logits_CV, ids, temperatures_C, softcap)
     from headrace.kernels.head_values import token_values
 
