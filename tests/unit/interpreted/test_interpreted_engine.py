@@ -192,7 +192,9 @@ def test_a_pool_under_pressure_loses_nothing(tmp_path):
 def on_device(tensors):
     """Blobs whose bytes lie where the engine computes, as they come from a sender on the same GPU."""
     return [
-        type(blob)(name=blob.name, dtype=blob.dtype, shape=blob.shape, data=torch.from_numpy(blob.data.copy()))
+        type(blob)(
+            name=blob.name, dtype=blob.dtype, shape=blob.shape, data=torch.from_numpy(blob.data.copy())
+        )
         for blob in blobs_of({name: tensor.detach() for name, tensor in tensors.items()})
     ]
 
