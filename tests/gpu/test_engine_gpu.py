@@ -125,16 +125,12 @@ def test_float32_tokens_are_those_of_the_cpu(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
-@pytest.mark.parametrize("uneven", [False, True], ids=["split as usual", "split further"])
-def test_groups_that_read_their_prompt_once(tmp_path, monkeypatch, uneven, family, dtype):
+def test_groups_that_read_their_prompt_once(tmp_path, monkeypatch, family, dtype):
     """However little it saves, prompts are shared here, in graphs and with members that come and go."""
-    from headrace.engines import decode_batches
     from headrace.engines.device_kernels import TritonKernels
     from headrace.engines.torch_engine import TorchEngine
 
     monkeypatch.setattr(TritonKernels, "sharing_pays_bytes", 1)
-    monkeypatch.setattr(TritonKernels, "is_uneven", lambda *_: uneven)
-    monkeypatch.setattr(decode_batches, "_UNEVEN_PASSES", 3)
     model = tiny(tmp_path, family)
     executor = DeviceExecutor(
         on_gpu(model, dtype), max_running=24, block_size=16, kv_tokens=8192, prefill_tokens=512
@@ -149,7 +145,6 @@ def test_groups_that_read_their_prompt_once(tmp_path, monkeypatch, uneven, famil
     ]
     done = generate(engine, requests)
     assert executor.num_tokens_shared > 0
-    assert any(form.uneven for _, form in executor._decoding._others) == uneven
     rounded = copy.deepcopy(model).to(dtype).float()
     assert_scored_alike(build(rounded), requests, done, dtype)
 

@@ -49,12 +49,16 @@ def captured(launch):
     return graph
 
 
+def tell(places, tensors):
+    for place, tensor in zip(places, tensors, strict=True):
+        place.copy_(tensor)
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv", "dim"), HEADS)
-@pytest.mark.parametrize(
-    ("num_rows", "uneven"), [(1, False), (13, False), (300, False), (13, True), (300, True)]
-)
-def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows, uneven):
-    from headrace.kernels.decode_attention import decode_attention, decode_workspace
+@pytest.mark.parametrize("num_rows", [1, 13, 300])
+def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows):
+    from headrace.kernels.dealing import spans_of_rows
+    from headrace.kernels.decode_attention import decode_attention, decode_workspace, spans_at_once
 
     max_length = 2048
     width = num_kv * 2 * dim
@@ -67,15 +71,16 @@ def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows, 
     workspace = decode_workspace(num_rows, num_heads, dim, max_length, CUDA)
     slots.zero_(), lengths.zero_(), query.zero_()
     own = torch.zeros((2, num_rows, num_kv, dim), dtype=torch.bfloat16, device=CUDA)
-    options = {"scale": dim**-0.5, "out_BHE": out, "workspace": workspace, "uneven": uneven}
-    total = torch.zeros(1, dtype=torch.int32, device=CUDA)
+    options = {"scale": dim**-0.5, "out_BHE": out, "workspace": workspace}
+    at_once = spans_at_once(num_rows, num_heads, num_kv, dim, torch.bfloat16, CUDA, sharing=False)
+    spans = spans_of_rows(np.zeros(num_rows), at_once, CUDA)
     graph = captured(
-        lambda: decode_attention(query, *own, pool, tables, slots, lengths, total=total, **options)
+        lambda: decode_attention(query, *own, pool, tables, slots, lengths, spans=spans, **options)
     )
     for _ in range(3):
         slots.copy_(torch.randperm(num_rows, device=CUDA))
         lengths.copy_(torch.randint(0, max_length + 1, (num_rows,), device=CUDA))
-        total.copy_(lengths.sum())
+        tell(spans, spans_of_rows(lengths.cpu().numpy(), at_once, CUDA))
         query.normal_(), own.normal_()
         out.fill_(float("nan"))
         graph.replay()
@@ -94,7 +99,8 @@ def test_decode_in_a_graph_follows_its_inputs(num_heads, num_kv, dim, num_rows, 
 def test_shared_prefixes_in_a_graph_follow_their_inputs(num_heads, num_kv, dim, num_rows, max_length):
     """Groups of other sizes with other prefixes at each replay; a follower's own table is wrong up to there."""
     from headrace.engines.shared_prompts import shared_prompts
-    from headrace.kernels.decode_attention import decode_attention, decode_workspace
+    from headrace.kernels.dealing import spans_of_rows
+    from headrace.kernels.decode_attention import decode_attention, decode_workspace, spans_at_once
     from headrace.kernels.shared_prefixes import SharedPrefixes
 
     own = shuffled_tables(num_rows, max_length)
@@ -112,11 +118,11 @@ def test_shared_prefixes_in_a_graph_follow_their_inputs(num_heads, num_kv, dim, 
     workspace = decode_workspace(num_rows, num_heads, dim, max_length, CUDA)
     own_row = torch.zeros((2, num_rows, num_kv, dim), dtype=torch.bfloat16, device=CUDA)
     options = {"scale": dim**-0.5, "out_BHE": out, "workspace": workspace, "shared": shared}
-
-    total = torch.zeros(1, **numbers)
+    at_once = spans_at_once(num_rows, num_heads, num_kv, dim, torch.bfloat16, CUDA, sharing=True)
+    spans = spans_of_rows(np.zeros(num_rows), at_once, CUDA)
 
     def launch():
-        decode_attention(query, *own_row, pool, tables, slots, lengths, total=total, **options)
+        decode_attention(query, *own_row, pool, tables, slots, lengths, spans=spans, **options)
 
     graph = captured(launch)
     rng = np.random.default_rng(num_rows)
@@ -141,7 +147,7 @@ def test_shared_prefixes_in_a_graph_follow_their_inputs(num_heads, num_kv, dim, 
             target[: len(array)] = torch.from_numpy(array).to(target)
         longest = torch.from_numpy(rng.integers(0, max_length + 1, num_rows)).int()
         lengths.copy_(torch.maximum(longest, torch.from_numpy(depths * BLOCK + 1).int()))
-        total.copy_((lengths - shared.begins).sum())
+        tell(spans, spans_of_rows((lengths - shared.begins).cpu().numpy(), at_once, CUDA))
         query.normal_(), own_row.normal_()
         out.fill_(float("nan"))
         graph.replay()

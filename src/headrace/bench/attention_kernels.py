@@ -14,6 +14,7 @@ import torch
 
 from headrace.bench.kernel_cases import MODELS, Case, cold_copies, launching
 from headrace.kernels import decode_attention, paged_attention
+from headrace.kernels.dealing import spans_of_rows
 from headrace.kernels.rotation import Rotation
 from headrace.kernels.shared_prefixes import MAX_MEMBERS, SharedPrefixes
 
@@ -39,8 +40,7 @@ SHARED_DECODES = (
 """Rows in groups of eight, tokens of their prompt, tokens of their own."""
 PREFILLS = ((8, 2048), (1, 2048), (16, 512))
 WRITES = (64, 8192)
-ONE_LONG_ROW = (256, 800, 16000)
-"""Rows, their length, and the length of one of them."""
+ONE_LONG_ROW = np.array([16000, *[800] * 255])
 BLOCK_SIZE = 16
 
 
@@ -48,7 +48,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     for model in MODELS:
         yield from (decode(model, np.full(rows, length), device) for rows, length in DECODES)
         yield from (decode(model, mixed(rows, length), device) for rows, length in MIXED_DECODES)
-        yield from one_long_row(model, *ONE_LONG_ROW, device)
+        yield decode(model, ONE_LONG_ROW, device)
         yield from (shared_decode(model, *shape, device) for shape in SHARED_DECODES)
         yield from (prefill(model, pieces, length, device) for pieces, length in PREFILLS)
         yield from (write(model, rows, device) for rows in WRITES)
@@ -70,21 +70,22 @@ class _Inputs(NamedTuple):
     lengths: torch.Tensor
     copies: int
 
-    def launches(
-        self, seen_by_itself: int, shared: SharedPrefixes | None = None, *, uneven: bool = False
-    ) -> list[Callable[[], None]]:
-        """``seen_by_itself``: key-value rows of all rows together, but for those that are shared."""
+    def launches(self, own: np.ndarray, shared: SharedPrefixes | None = None) -> list[Callable[[], None]]:
+        """``own``: key-value rows that each row reads by itself."""
         rows, num_heads, dim = self.query.shape
         device, longest = self.query.device, self.tables.shape[1] * BLOCK_SIZE
         workspace = decode_attention.decode_workspace(rows, num_heads, dim, longest, device)
-        total = torch.full((1,), seen_by_itself, dtype=torch.int32, device=device)
+        at_once = decode_attention.spans_at_once(
+            rows, num_heads, self.key.shape[1], dim, self.pool.dtype, device, sharing=shared is not None
+        )
+        spans = spans_of_rows(own, at_once, device)
         out = torch.empty_like(self.query)
 
         def launch(copy: int) -> Callable[[], None]:
             slots = torch.arange(copy * rows, (copy + 1) * rows, device=device)
             return lambda: decode_attention.decode_attention(
                 self.query, self.key, self.value, self.pool, self.tables, slots, self.lengths, scale=dim**-0.5,
-                shared=shared, rotation=self.rotation, total=total, uneven=uneven, out_BHE=out, workspace=workspace,
+                shared=shared, rotation=self.rotation, spans=spans, out_BHE=out, workspace=workspace,
             )  # fmt: skip
 
         return [launch(copy) for copy in range(self.copies)]
@@ -98,19 +99,10 @@ def mixed(rows: int, mean: int) -> np.ndarray:
 
 def decode(model: str, lengths: np.ndarray, device: torch.device) -> Case:
     num_bytes = int(lengths.sum()) * _row_bytes(model)
-    launches = _inputs(model, lengths, num_bytes, device).launches(int(lengths.sum()))
+    launches = _inputs(model, lengths, num_bytes, device).launches(lengths)
     least, most = int(lengths.min()), int(lengths.max())
     seen = f"{most}" if least == most else f"{lengths.mean():.0f}, up to {most}"
     return Case(f"decode {model} {len(lengths)} x {seen}", launches, num_bytes, "TB/s")
-
-
-def one_long_row(model: str, rows: int, length: int, longest: int, device: torch.device) -> Iterator[Case]:
-    """Split further, as such a pass is, and as usual."""
-    lengths = np.array([longest, *[length] * (rows - 1)])
-    usual = decode(model, lengths, device)
-    inputs = _inputs(model, lengths, int(usual.amount), device)
-    yield usual._replace(launches=inputs.launches(int(lengths.sum()), uneven=True))
-    yield usual._replace(of="headrace, split as usual")
 
 
 def shared_decode(model: str, rows: int, prompt: int, own: int, device: torch.device) -> Case:
@@ -128,7 +120,7 @@ def shared_decode(model: str, rows: int, prompt: int, own: int, device: torch.de
         num_pieces=torch.full_like(order[:1], num_groups),
     )
     name = f"shared {model} {rows} x {prompt}+{own}"
-    return Case(name, inputs.launches(rows * own, shared), num_bytes, "TB/s")
+    return Case(name, inputs.launches(np.full(rows, own), shared), num_bytes, "TB/s")
 
 
 def prefill(model: str, pieces: int, length: int, device: torch.device) -> Case:

@@ -6,9 +6,8 @@ addresses, so everything a bucket reads and writes stays where it is, the weight
 of more rows sometimes take less time, so captured buckets are timed and a pass goes to the quickest that holds it.
 
 A pass may read prompts that several rows share once for all of them. That takes a launch more a layer, and rows
-of one group find most of their prompt in the chip's cache anyway, so it pays for many rows or long prompts only. And a
-row that is far longer than the others may be split further than theirs, which costs programs that find nothing to do.
-Each pass goes to the form that costs it less; all but the plain form of a bucket are captured when they are first used.
+of one group find most of their prompt in the chip's cache anyway, so it pays for many rows or long prompts only. Each
+pass goes to the form that costs it less; those that share are captured when they are first used.
 
 Shape legend: B rows of the bucket.
 """
@@ -18,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,16 +26,13 @@ from headrace.engines.device_state import DeviceState
 from headrace.engines.graphs import Graphs
 from headrace.engines.sequences import SlotTable
 from headrace.engines.shared_prompts import SharedPromptFinder, SharedPrompts
+from headrace.kernels.dealing import Spans, deal_out, most_spans, write_list
 from headrace.kernels.shared_prefixes import SharedPrefixes
 from headrace.models.uploads import to_pinned
 
-_FIELDS = 7
-_SHARING_FIELDS = 2
 _NO_SLOTS = np.zeros(0, dtype=np.int64)
 _CLEARLY_QUICKER = 0.98
 _TIMED_REPLAYS = 2
-_UNEVEN_PASSES = 16
-"""Of a bucket, before the form for them is worth the time that capturing it takes."""
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -61,60 +57,100 @@ def quickest(seconds: Sequence[float]) -> list[int]:
     return chosen
 
 
-class Form(NamedTuple):
-    """Of a pass."""
+class _Parts(NamedTuple):
+    """Of a batch's inputs, which lie in one array so that a single copy brings them all."""
 
-    sharing: bool = False
-    """Whether shared prompts are read once."""
-    uneven: bool = False
-    """Whether rows are split further than usual, for some that are far longer than others."""
+    slots: Any
+    positions: Any
+    cells: Any
+    seed_keys: Any
+    draws: Any
+    """int64 [B] each."""
+    blocks: Any
+    lengths: Any
+    temperatures: Any
+    """int32 [B] twice and float32 [B]."""
+    spans: Any
+    shared: Any
+    """``Spans`` and ``SharedPrefixes``, int32."""
+
+
+def _parts(inputs: Any, size: int, num_spans: int, int32: Any, float32: Any) -> _Parts:
+    """``inputs``: int64 of ``_num_inputs``, in numpy or torch, as are the names of types."""
+    long = [inputs[i * size : (i + 1) * size] for i in range(_NUM_LONG)]
+    rest, found, at = inputs[_NUM_LONG * size :].view(int32), [], 0
+    for length in _short_lengths(size, num_spans):
+        found.append(rest[at : at + length])
+        at += length
+    blocks, lengths, temperatures, span_rows, firsts, *shared = found
+    told = Spans(span_rows, firsts), SharedPrefixes(*shared)
+    return _Parts._make((*long, blocks, lengths, temperatures.view(float32), *told))
+
+
+_NUM_LONG = 5
+
+
+def _short_lengths(size: int, num_spans: int) -> tuple[int, ...]:
+    """Of the parts of 32 bits."""
+    return size, size, size, num_spans, size + 1, size, size, size // 2 + 1, 1
+
+
+def _num_inputs(size: int, num_spans: int) -> int:
+    return _NUM_LONG * size + -(-sum(_short_lengths(size, num_spans)) // 2)
 
 
 class DecodeBatch:
-    """The inputs of one bucket as rows of one int64 tensor, so that a single copy brings them all."""
+    """The inputs of one bucket, where its graph finds them."""
 
-    def __init__(self, size: int, device: torch.device, form: Form) -> None:
+    def __init__(self, size: int, device: torch.device, *, num_at_once: int, sharing: bool = False) -> None:
+        """``num_at_once``: spans that rows are dealt out to. ``sharing``: shared prompts are read once."""
         self.size = size
-        self.form = form
-        num_fields = _FIELDS + _SHARING_FIELDS * form.sharing
-        self.inputs = torch.zeros((num_fields, size), dtype=torch.int64, device=device)
-        self.slots, self.positions, self.cells, self.seed_keys, self.draws = self.inputs[:5]
-        pairs = self.inputs[5].view(torch.int32)
-        self.blocks, self.lengths = pairs[:size], pairs[size:]
-        self.temperatures = self.inputs[6].view(torch.float32)[:size]
-        self.total = self.inputs[6].view(torch.int32)[size : size + 1]
-        self.shared: SharedPrefixes | None = None
-        if form.sharing:
-            self.shared = SharedPrefixes(*_sharing_parts(self.inputs[_FIELDS:].view(torch.int32), size))
+        self.sharing = sharing
+        self._num_at_once = num_at_once
+        self._num_spans = most_spans(size, num_at_once)
+        host, _ = self._padding()
+        self.inputs = torch.from_numpy(host).to(device)
+        parts = _parts(self.inputs, size, self._num_spans, torch.int32, torch.float32)
+        self.slots, self.positions, self.cells = parts.slots, parts.positions, parts.cells
+        self.seed_keys, self.draws, self.temperatures = parts.seed_keys, parts.draws, parts.temperatures
+        self.blocks, self.lengths, self.spans = parts.blocks, parts.lengths, parts.spans
+        self.shared = parts.shared if sharing else None
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def fill(self, table: SlotTable, slots: np.ndarray, state: DeviceState, prompts: SharedPrompts) -> None:
         """Bring the rows of these slots, and the prompts they share where this form can read them once."""
         size, count, row_blocks = table.block_size, len(slots), state.row_blocks
-        host = np.zeros(self.inputs.shape, dtype=np.int64)
-        host[0] = state.padding_slot
-        host[2] = state.padding_slot * row_blocks
+        host, to = self._padding()
+        to.slots[:] = state.padding_slot
+        to.cells[:] = state.padding_slot * row_blocks
         at = table.computed[slots]
         column = at // size
-        blocks = table.blocks[slots, column]
-        host[0, :count], host[1, :count] = slots, at
-        host[2, :count] = slots * row_blocks + column
-        host[3, :count] = table.seed_key[slots].view(np.int64)
-        host[4, :count] = table.length[slots] - table.num_prompt[slots]
-        pairs = host[5].view(np.int32)
-        pairs[:count] = blocks
-        pairs[self.size : self.size + count] = at + 1
-        temperatures = host[6].view(np.float32)
-        temperatures[: self.size] = 1.0
-        temperatures[:count] = table.temperature[slots]
-        total = host[6].view(np.int32)[self.size :]
-        total[0] = at.sum() + count
-        if self.shared is not None:
-            begins, members, starts, num_pieces = _sharing_parts(host[_FIELDS:].view(np.int32), self.size)
-            begins[:count], members[: len(prompts.members)] = prompts.begins, prompts.members
-            starts[: len(prompts.starts)], num_pieces[0] = prompts.starts, prompts.num_pieces
-            total[0] -= prompts.begins.sum()
+        to.slots[:count], to.positions[:count] = slots, at
+        to.cells[:count] = slots * row_blocks + column
+        to.seed_keys[:count] = table.seed_key[slots].view(np.int64)
+        to.draws[:count] = table.length[slots] - table.num_prompt[slots]
+        to.blocks[:count], to.lengths[:count] = table.blocks[slots, column], at + 1
+        to.temperatures[:count] = table.temperature[slots]
+        own = to.lengths.astype(np.int64)
+        if self.sharing:
+            shared = to.shared
+            shared.begins[:count], shared.members[: len(prompts.members)] = prompts.begins, prompts.members
+            shared.starts[: len(prompts.starts)], shared.num_pieces[0] = prompts.starts, prompts.num_pieces
+            own -= shared.begins
+        write_list(deal_out(own, self._num_at_once), *to.spans)
         self.inputs.copy_(to_pinned(host, self.inputs.device), non_blocking=True)
+
+    def _padding(self) -> tuple[np.ndarray, _Parts]:
+        """Inputs of which every row is padding, and their parts."""
+        host = np.zeros(_num_inputs(self.size, self._num_spans), dtype=np.int64)
+        parts = _parts(host, self.size, self._num_spans, np.int32, np.float32)
+        parts.temperatures[:] = 1.0
+        write_list(np.ones(self.size, dtype=np.int64), *parts.spans)
+        return host, parts
+
+
+class NewBatch(Protocol):
+    def __call__(self, size: int, *, sharing: bool = False) -> DecodeBatch: ...
 
 
 class DecodeBatches:
@@ -124,27 +160,26 @@ class DecodeBatches:
         self,
         most: int,
         state: DeviceState,
+        new_batch: NewBatch,
         compute: Callable[[DecodeBatch], None],
         *,
         sharing_pays_tokens: int,
-        is_uneven: Callable[[int, int, int], bool],
         graphs: Graphs | None,
         progress: Callable[[str], None],
     ) -> None:
         """``sharing_pays_tokens``: key-value rows a pass must be spared for the form that shares prompts to be
-        the cheaper one. ``is_uneven``: of how many rows, the key-value rows of the longest, and those of all."""
+        the cheaper one."""
+        self._new_batch = new_batch
         self._compute = compute
         self._state = state
         self._graphs = graphs
         self._sharing_pays_tokens = sharing_pays_tokens
-        self._is_uneven = is_uneven
         self._finder = SharedPromptFinder()
         self._sizes = bucket_sizes(most)
-        self._plain = [DecodeBatch(size, state.device, Form()) for size in self._sizes]
-        self._others: dict[tuple[int, Form], DecodeBatch] = {}
+        self._plain = [new_batch(size) for size in self._sizes]
+        self._sharing: dict[int, DecodeBatch] = {}
         self.num_tokens_shared = 0
         """Key-value rows of prompts that passes so far did not read, because another row had read them."""
-        self._num_uneven = [0] * len(self._sizes)
         self._bucket_used = list(range(len(self._sizes)))
         if graphs is not None:
             for n, batch in enumerate(reversed(self._plain), start=1):
@@ -155,8 +190,9 @@ class DecodeBatches:
     def run(self, table: SlotTable, slots: np.ndarray) -> None:
         prompts = self._finder.find(table, slots)
         bucket = self._bucket_used[bisect_left(self._sizes, len(slots))]
-        batch = self._batch(bucket, self._form(bucket, table, slots, prompts), table)
-        if batch.form.sharing:
+        sharing = prompts.saved_tokens >= self._sharing_pays_tokens
+        batch = self._sharing_batch(bucket, table) if sharing else self._plain[bucket]
+        if sharing:
             self.num_tokens_shared += prompts.saved_tokens
         batch.fill(table, slots, self._state, prompts)
         if batch.graph is None:
@@ -164,26 +200,15 @@ class DecodeBatches:
         else:
             batch.graph.replay()
 
-    def _form(self, bucket: int, table: SlotTable, slots: np.ndarray, prompts: SharedPrompts) -> Form:
-        sharing = prompts.saved_tokens >= self._sharing_pays_tokens
-        own = table.computed[slots] + 1
-        if sharing:
-            own = own - prompts.begins
-        uneven = self._is_uneven(self._sizes[bucket], int(own.max()), int(own.sum()))
-        self._num_uneven[bucket] += uneven
-        return Form(sharing, uneven and self._num_uneven[bucket] >= _UNEVEN_PASSES)
-
-    def _batch(self, bucket: int, form: Form, table: SlotTable) -> DecodeBatch:
-        if form == Form():
-            return self._plain[bucket]
-        if (bucket, form) not in self._others:
-            batch = DecodeBatch(self._sizes[bucket], self._state.device, form)
+    def _sharing_batch(self, bucket: int, table: SlotTable) -> DecodeBatch:
+        if bucket not in self._sharing:
+            batch = self._new_batch(self._sizes[bucket], sharing=True)
             if self._graphs is not None:
                 # Computed before it is captured, so its rows must be nobody's.
                 batch.fill(table, _NO_SLOTS, self._state, self._finder.nothing)
                 self._capture(batch)
-            self._others[bucket, form] = batch
-        return self._others[bucket, form]
+            self._sharing[bucket] = batch
+        return self._sharing[bucket]
 
     def _capture(self, batch: DecodeBatch) -> None:
         assert self._graphs is not None
@@ -203,8 +228,3 @@ class DecodeBatches:
             marks.append((begin, end))
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) * 1e-3 / _TIMED_REPLAYS for begin, end in marks]
-
-
-def _sharing_parts(numbers: Any, size: int) -> tuple[Any, Any, Any, Any]:
-    """What ``SharedPrefixes`` consists of, as parts of these int32 [2, 2B], in numpy or torch."""
-    return numbers[0, :size], numbers[0, size:], numbers[1, : size // 2 + 1], numbers[1, -1:]

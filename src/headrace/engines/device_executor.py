@@ -122,9 +122,9 @@ class DeviceExecutor:
             self._decoding = DecodeBatches(
                 max_running,
                 self._passes.state,
+                self._passes.batch,
                 self._passes.decode,
                 sharing_pays_tokens=self._passes.sharing_pays_tokens,
-                is_uneven=self._passes.is_uneven,
                 graphs=graphs,
                 progress=progress,
             )

@@ -15,8 +15,10 @@ from typing import Any, Protocol
 
 import torch
 
+from headrace.engines.device_model import LayerShape
 from headrace.engines.noise import exponential, row_keys
 from headrace.engines.plain_truncation import draw_truncated
+from headrace.kernels.dealing import Spans
 from headrace.kernels.rotation import Rotation, rotated
 from headrace.kernels.shared_prefixes import SharedPrefixes
 from headrace.kernels.truncation import TruncatedDraws, TruncatedRows
@@ -33,12 +35,10 @@ class DecodeRows:
     """int64 [B], the table of each row."""
     lengths: torch.Tensor
     """int32 [B], key-value rows each row sees, its own included; 0: padding."""
-    total: torch.Tensor
-    """int32 [1], their sum without shared prefixes; rows are split by it."""
+    spans: Spans
+    """What each row is split into."""
     shared: SharedPrefixes | None = None
     """Prefixes to be read once for several rows."""
-    uneven: bool = False
-    """Whether some row is so much longer than others that rows are split further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class Kernels(Protocol):
     sharing_pays_bytes: int
     """Key-value bytes a layer must be spared for shared prefixes to be worth their own launch."""
 
-    def is_uneven(self, num_rows: int, num_kv_heads: int, longest: int, total: int) -> bool:
-        """Whether a row of ``longest`` key-value rows, of ``total`` in all, is worth splitting further than usual."""
+    def spans_at_once(self, num_rows: int, layer: LayerShape, dtype: torch.dtype, *, sharing: bool) -> int:
+        """Spans of a pass of so many rows that are read at the same time."""
         ...
 
     def decode(
@@ -106,23 +106,27 @@ class TritonKernels:
         from headrace.kernels import decode_attention, paged_attention, sampling
 
         self._attention: Any = paged_attention
-        self._decode_attention: Any = decode_attention.decode_attention
+        self._decode_attention: Any = decode_attention
+        self._device = device
         self._sampling: Any = sampling
         self._decoding = decode_attention.decode_workspace(max_rows, num_heads, value_dim, max_length, device)
         self._drawing = sampling.sample_workspace(max_rows, device)
 
-    def is_uneven(self, num_rows: int, num_kv_heads: int, longest: int, total: int) -> bool:
-        return bool(self._decoding.is_uneven(num_rows, num_kv_heads, longest, total))
+    def spans_at_once(self, num_rows: int, layer: LayerShape, dtype: torch.dtype, *, sharing: bool) -> int:
+        count = self._decode_attention.spans_at_once(
+            num_rows, layer.num_heads, layer.num_kv_heads, layer.key_dim, dtype, self._device, sharing=sharing
+        )
+        return int(count)
 
     def decode(
         self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, rotation: Rotation | None,
         pool_BSW: torch.Tensor, rows: DecodeRows, options: LayerOptions,
     ) -> torch.Tensor:  # fmt: skip
         out_BHE = query_BHD.new_empty((*query_BHD.shape[:2], value_BKE.shape[2]))
-        self._decode_attention(
+        self._decode_attention.decode_attention(
             query_BHD, key_BKD, value_BKE, pool_BSW, rows.tables, rows.slots, rows.lengths,
             scale=options.scale, window=options.window, softcap=options.softcap, shared=rows.shared,
-            rotation=rotation, total=rows.total, uneven=rows.uneven, out_BHE=out_BHE, workspace=self._decoding,
+            rotation=rotation, spans=rows.spans, out_BHE=out_BHE, workspace=self._decoding,
         )  # fmt: skip
         return out_BHE
 
@@ -164,9 +168,9 @@ class TorchKernels:
 
     sharing_pays_bytes = 1
 
-    def is_uneven(self, num_rows: int, num_kv_heads: int, longest: int, total: int) -> bool:
-        """Rows are not split here, so any answer will do; this one is like the other's."""
-        return longest * num_rows > 3 * total
+    def spans_at_once(self, num_rows: int, layer: LayerShape, dtype: torch.dtype, *, sharing: bool) -> int:
+        """Rows are not split here, so any answer will do."""
+        return num_rows
 
     def decode(
         self, query_BHD: torch.Tensor, key_BKD: torch.Tensor, value_BKE: torch.Tensor, rotation: Rotation | None,

@@ -58,17 +58,17 @@ class DevicePasses:
         pool_BSW = self.state.pools[0]
         return -(-self._kernels.sharing_pays_bytes // (pool_BSW.shape[2] * pool_BSW.itemsize))
 
-    def is_uneven(self, num_rows: int, longest: int, total: int) -> bool:
-        """Whether a pass in which a row sees so many key-value rows, of so many in all, is split further than usual."""
-        return self._kernels.is_uneven(num_rows, self._model.layers[0].num_kv_heads, longest, total)
+    def batch(self, size: int, *, sharing: bool = False) -> DecodeBatch:
+        """For passes of up to ``size`` decoding rows."""
+        pool = self.state.pools[0]
+        at_once = self._kernels.spans_at_once(size, self._model.layers[0], pool.dtype, sharing=sharing)
+        return DecodeBatch(size, pool.device, num_at_once=at_once, sharing=sharing)
 
     def decode(self, batch: DecodeBatch) -> None:
         """Compute the batch's rows and draw; the first ``batch.size`` rows of the first set are written."""
         state = self.state
         state.tables.view(-1).index_copy_(0, batch.cells, batch.blocks)
-        rows = DecodeRows(
-            state.tables, batch.slots, batch.lengths, batch.total, batch.shared, batch.form.uneven
-        )
+        rows = DecodeRows(state.tables, batch.slots, batch.lengths, batch.spans, batch.shared)
         passing = PoolAttending(state, self._kernels, rows)
         logits_RV = self._model.logits(
             state.last_token[batch.slots],

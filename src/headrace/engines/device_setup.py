@@ -21,7 +21,6 @@ from headrace.engines.checks import (
     plain_logits,
     probe_tokens,
 )
-from headrace.engines.decode_batches import DecodeBatch, Form
 from headrace.engines.device_kernels import Kernels, TorchKernels, TritonKernels
 from headrace.engines.device_model import DeviceModel, LayerShape
 from headrace.engines.device_passes import DevicePasses
@@ -163,7 +162,7 @@ def check_passes(passes: DevicePasses, token_ids: np.ndarray) -> torch.Tensor:
     for at, slots in ((length - 2, np.array([0])), (length - 1, np.array([0, 1]))):
         table.computed[slots] = at
         state.last_token[slots] = int(token_ids[at])
-        batch = DecodeBatch(2, state.device, Form(sharing=len(slots) > 1))
+        batch = passes.batch(2, sharing=len(slots) > 1)
         batch.fill(table, slots, state, SharedPromptFinder().find(table, slots))
         passes.decode(batch)
         logits.append(passes.logits[:1].clone())
@@ -208,7 +207,7 @@ def _blocks_that_fit(passes: DevicePasses, layers: Sequence[LayerShape], limits:
     before = torch.cuda.memory_allocated(state.device)
     layout = lay_out(pieces, state.block_size)
     passes.prefill(layout, layout.last_rows(range(len(pieces))))
-    passes.decode(DecodeBatch(max(2, limits.max_running), state.device, Form(sharing=True)))
+    passes.decode(passes.batch(max(2, limits.max_running), sharing=True))
     torch.cuda.synchronize(state.device)
     needed = torch.cuda.max_memory_allocated(state.device) - before
     torch.cuda.empty_cache()

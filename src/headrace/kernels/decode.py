@@ -1,11 +1,11 @@
 """The decode kernel: one query row a sequence against all its key-value rows, split over the chip.
 
-Program (head k, span s, row b) attends the G query heads of key-value head k to one span of the rows that b sees.
-With ROTATE queries and the row's own key are turned as they are read; what is in the pool has been.
+Program (head k, entry n) attends the G query heads of key-value head k to one span of the key-value rows that a row of
+the pass sees: the one that the pass's list of spans has there (``dealing``). With ROTATE queries and the row's own key
+are turned as they are read; what is in the pool has been.
 The row's own key and value, which are not in the pool yet, are the business of its last span: that puts them there and
-counts them in without reading them back. Key-value rows are dealt out evenly, so how many spans are really used depends
-on the row's length and on the ``total`` of all. A short row is one span, written straight to the output. Otherwise each
-span leaves a partial result, and the program that is last to do so makes the output of all of them. With SHARED a row's
+counts them in without reading them back. A short row is one span, written straight to the output. Otherwise each span
+leaves a partial result, and the program that is last to do so makes the output of all of them. With SHARED a row's
 spans begin behind its shared prefix, whose parts are further partial results: ``prefix_kernel`` leaves them, and may be
 the last itself.
 
@@ -26,7 +26,6 @@ from headrace.kernels.states import (
     is_last,
     leave_state,
     parts_of,
-    share_of,
     spans_of,
     with_parts,
     write_lines,
@@ -35,24 +34,30 @@ from headrace.kernels.states import (
 
 # A number that is one, or a multiple of sixteen, would otherwise be a kernel of its own, and so would arrays that begin
 # where no sixteen bytes do.
-@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["lengths", "total", "begins"])
+@triton.jit(
+    do_not_specialize=["num_parts"],
+    do_not_specialize_on_alignment=["lengths", "span_rows", "firsts", "begins"],
+)
 def decode_kernel(
-    query, key, value, cos, sin, pool, tables, slots, lengths, total, out,
+    query, key, value, cos, sin, pool, tables, slots, lengths, span_rows, firsts, out,
     partial_sums, partial_stats, arrived, begins, prefix_sums, prefix_stats, num_parts, scale,
     query_stride_b, query_stride_h, key_stride_b, key_stride_k, value_stride_b, value_stride_k,
     angle_stride, out_stride_b, out_stride_h, table_stride,
     K: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, S: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, SHARED: tl.constexpr,
-    ROTATE: tl.constexpr, MIN_SPAN: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
+    ROTATE: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    head, span, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_spans = tl.num_programs(1)
+    head, entry = tl.program_id(0), tl.program_id(1)
+    row = tl.load(span_rows + entry)
+    if row < 0:
+        return
+    first_entry = tl.load(firsts + row)
+    span, num_listed = entry - first_entry, tl.load(firsts + row + 1) - first_entry
     length = tl.load(lengths + row)
     table = tables + tl.load(slots + row).to(tl.int64) * table_stride
     prefix, past = tl.load(begins + row) if SHARED else length * 0, tl.maximum(length - 1, 0)
-    share = share_of(total, tl.num_programs(2), K, WINDOW, MIN_SPAN, PROGRAMS)
-    first, span_rows, num_used = spans_of(past, prefix, num_spans, share, WINDOW, TILE)
+    first, rows_each, num_used = spans_of(past, prefix, num_listed, WINDOW, MIN_SPAN, TILE)
     if span >= num_used:
         return
 
@@ -67,8 +72,8 @@ def decode_kernel(
         query + row * query_stride_b + (head * G + heads_P)[:, None] * query_stride_h, dims_D[None, :], real_PD,
         cos + same_P1, sin + same_P1, D, ROTATE,
     )  # fmt: skip
-    begin = first + span * span_rows
-    end = tl.minimum(begin + span_rows, past)
+    begin = first + span * rows_each
+    end = tl.minimum(begin + rows_each, past)
     has_own = (span == num_used - 1) & (length > 0)
     key_at = key + row * key_stride_b + head * key_stride_k
     value_at = value + row * value_stride_b + head * value_stride_k
@@ -86,25 +91,25 @@ def decode_kernel(
     tl.store(place + head * D + dims_D, key_D, mask=has_own & real_D)
     tl.store(place + K * D + head * E + dims_E, value_E, mask=has_own & (dims_E < E))
 
-    line_P = row * K * G + head * G + heads_P
     out_at_P = out + row * out_stride_b + (head * G + heads_P) * out_stride_h
     num_used_parts = parts_of(prefix, num_parts)[1] if SHARED else 0
     if num_used + num_used_parts == 1:
         write_lines(out_at_P, real_P, total_P, sum_PE, E, E_PAD)
         return
-    leave_state(
-        span, num_spans, line_P, real_P, top_P, total_P, sum_PE, partial_sums, partial_stats, E, E_PAD
-    )
+    slot_P = entry * (K * G) + head * G + heads_P
+    leave_state(slot_P, real_P, top_P, total_P, sum_PE, partial_sums, partial_stats, E, E_PAD)
     if not is_last(arrived + row * K + head, num_used + num_used_parts):
         return
     # Its own is read back too: the threads of a matrix product have other numbers than those that read a state.
+    slot_P = first_entry * (K * G) + head * G + heads_P
     top_P, total_P, sum_PE = all_spans(
-        num_used, num_used, num_spans, line_P, real_P, partial_sums, partial_stats, E, E_PAD
+        slot_P, num_used, num_used, real_P, K * G, partial_sums, partial_stats, E, E_PAD
     )
     if SHARED:
+        slot_P = (row * (K * G) + head * G + heads_P) * num_parts
         top_P, total_P, sum_PE = with_parts(
-            top_P, total_P, sum_PE, num_used_parts, num_parts, line_P, real_P, prefix_sums, prefix_stats, E, E_PAD,
-        )  # fmt: skip
+            top_P, total_P, sum_PE, slot_P, num_used_parts, real_P, prefix_sums, prefix_stats, E, E_PAD
+        )
     write_lines(out_at_P, real_P, total_P, sum_PE, E, E_PAD)
 
 

@@ -21,7 +21,6 @@ from headrace.kernels.states import (
     are_last,
     leave_state,
     parts_of,
-    share_of,
     spans_of,
     with_parts,
     write_lines,
@@ -30,17 +29,16 @@ from headrace.kernels.states import (
 
 # As of ``decode_kernel``.
 @triton.jit(
-    do_not_specialize=["num_spans"],
-    do_not_specialize_on_alignment=["lengths", "total", "begins", "members", "starts", "num_pieces"],
+    do_not_specialize_on_alignment=["lengths", "firsts", "begins", "members", "starts", "num_pieces"],
 )
 def prefix_kernel(
-    query, cos, sin, pool, tables, slots, lengths, total, out, begins, members, starts, num_pieces,
-    sums, stats, arrived, span_sums, span_stats, num_spans, scale,
+    query, cos, sin, pool, tables, slots, lengths, firsts, out, begins, members, starts, num_pieces,
+    sums, stats, arrived, span_sums, span_stats, scale,
     query_stride_b, query_stride_h, angle_stride, out_stride_b, out_stride_h, table_stride,
     K: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, S: tl.constexpr,
     SOFTCAP: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,
-    ROTATE: tl.constexpr, MIN_SPAN: tl.constexpr, PROGRAMS: tl.constexpr, SPAN_STEP: tl.constexpr,
+    ROTATE: tl.constexpr, MIN_SPAN: tl.constexpr, SPAN_STEP: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = M // Q
     head, part, num_parts = tl.program_id(0) % K, tl.program_id(1), tl.num_programs(1)
@@ -75,24 +73,26 @@ def prefix_kernel(
             K, D, D_PAD, E, E_PAD, S, SOFTCAP, EXACT, TILE,
         )  # fmt: skip
 
-        line_M = rows_M * (K * G) + heads_M
-        leave_state(part, num_parts, line_M, there_M, top_M, total_M, sum_ME, sums, stats, E, E_PAD)
+        part_slot_M = (rows_M * (K * G) + heads_M) * num_parts
+        leave_state(part_slot_M + part, there_M, top_M, total_M, sum_ME, sums, stats, E, E_PAD)
         there_C = (members_C < num_members) & (begin < end)
         rows_C = tl.load(members + first + members_C, mask=there_C, other=0)
         past_C = tl.load(lengths + rows_C, mask=there_C, other=1) - 1
-        share = share_of(total, 0, K, 0, MIN_SPAN, PROGRAMS)
-        used_C = spans_of(past_C, prefix, num_spans, share, 0, SPAN_STEP)[2]
+        first_C = tl.load(firsts + rows_C, mask=there_C, other=0)
+        num_listed_C = tl.load(firsts + rows_C + 1, mask=there_C, other=1) - first_C
+        used_C = spans_of(past_C, prefix, num_listed_C, 0, MIN_SPAN, SPAN_STEP)[2]
         last_C = are_last(arrived + rows_C * K + head, there_C, used_C + num_used_parts)
         # Spans of the rows that are finished here; none of the others.
         used_C = tl.where(last_C, used_C, 0)
         if tl.max(used_C) > 0:
             used_M = tl.reshape(tl.broadcast_to(used_C[:, None], [C, Q]), [M])
             last_M = there_M & (used_M > 0)
+            slot_M = tl.load(firsts + rows_M, mask=last_M, other=0) * (K * G) + heads_M
             top_M, total_M, sum_ME = all_spans(
-                used_M, tl.max(used_C), num_spans, line_M, last_M, span_sums, span_stats, E, E_PAD
+                slot_M, used_M, tl.max(used_C), last_M, K * G, span_sums, span_stats, E, E_PAD
             )
             top_M, total_M, sum_ME = with_parts(
-                top_M, total_M, sum_ME, num_used_parts, num_parts, line_M, last_M, sums, stats, E, E_PAD
+                top_M, total_M, sum_ME, part_slot_M, num_used_parts, last_M, sums, stats, E, E_PAD
             )
             out_at_M = out + rows_M * out_stride_b + heads_M * out_stride_h
             write_lines(out_at_M, last_M, total_M, sum_ME, E, E_PAD)

@@ -20,23 +20,14 @@ PART_STEP = tl.constexpr(128)
 
 
 @triton.jit
-def share_of(
-    total, num_rows, K: tl.constexpr, WINDOW: tl.constexpr, MIN_SPAN: tl.constexpr, PROGRAMS: tl.constexpr
-):
-    """Key-value rows of a span, were all that are attended dealt out evenly. Of each row a window leaves so many at
-    most."""
-    read = tl.load(total).to(tl.int64)
-    if WINDOW > 0:
-        read = tl.minimum(read, num_rows * WINDOW)
-    return tl.maximum((read * K // PROGRAMS).to(tl.int32), MIN_SPAN)
-
-
-@triton.jit
-def spans_of(past, prefix, num_spans, share, WINDOW: tl.constexpr, TILE: tl.constexpr):
+def spans_of(past, prefix, num_listed, WINDOW: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr):
     """The first key-value row that a span reads of a query with so many ``past`` ones, the rows of a span, and the
-    number of spans used: all but the last alike, and as short as may be without being shorter than a ``share``."""
+    number of spans used of those that the pass's list has for the row: all but the last alike, in whole tiles. Of what
+    a window leaves spans are no shorter than is worth it."""
     first = tl.maximum(past + 1 - WINDOW, 0) if WINDOW > 0 else prefix
-    wanted = tl.minimum(tl.maximum((past - first) // share, 1), num_spans)
+    wanted = num_listed
+    if WINDOW > 0:
+        wanted = tl.minimum(wanted, tl.maximum((past - first) // MIN_SPAN, 1))
     span_rows = tl.maximum(tl.cdiv(past - first, wanted * TILE), 1) * TILE
     return first, span_rows, tl.maximum(tl.cdiv(past - first, span_rows), 1)
 
@@ -49,13 +40,9 @@ def parts_of(prefix, num_parts):
 
 
 @triton.jit
-def leave_state(
-    piece, num_pieces, line_L, there_L, top_L, total_L, sum_LE, sums, stats,
-    E: tl.constexpr, E_PAD: tl.constexpr,
-):  # fmt: skip
-    """Where ``left_state`` finds it. ``line_L``: row of the pass * H + query head."""
+def leave_state(slot_L, there_L, top_L, total_L, sum_LE, sums, stats, E: tl.constexpr, E_PAD: tl.constexpr):
+    """Where ``left_state`` finds it."""
     dims_E = tl.arange(0, E_PAD)
-    slot_L = line_L * num_pieces + piece
     sum_at = sums + slot_L[:, None] * E + dims_E[None, :]
     tl.store(sum_at, sum_LE, mask=there_L[:, None] & (dims_E < E)[None, :])
     tl.store(stats + slot_L * 2, top_L, mask=there_L)
@@ -63,12 +50,11 @@ def leave_state(
 
 
 @triton.jit
-def left_state(piece, num_pieces, line_L, there_L, sums, stats, E: tl.constexpr, E_PAD: tl.constexpr):
+def left_state(slot_L, there_L, sums, stats, E: tl.constexpr, E_PAD: tl.constexpr):
     """Maximum, total weight and weighted sum of values over one piece of a row's keys; those of a softmax that has seen
     nothing where it is not there. Another multiprocessor may have written them, so they are not read through
     the cache of this one."""
     dims_E = tl.arange(0, E_PAD)
-    slot_L = line_L * num_pieces + piece
     top_L = tl.load(stats + slot_L * 2, mask=there_L, other=float("-inf"), cache_modifier=".cg")
     total_L = tl.load(stats + slot_L * 2 + 1, mask=there_L, other=0.0, cache_modifier=".cg")
     sum_at = sums + slot_L[:, None] * E + dims_E[None, :]
@@ -89,25 +75,23 @@ def joined(top_L, total_L, sum_LE, other_top_L, other_total_L, other_sum_LE):
 
 
 @triton.jit
-def all_spans(
-    used_L, most_used, num_spans, line_L, there_L, sums, stats, E: tl.constexpr, E_PAD: tl.constexpr
-):
-    """The state of a softmax that has seen the spans of a row, of which each line has ``used_L``."""
-    top_L, total_L, sum_LE = left_state(0, num_spans, line_L, there_L, sums, stats, E, E_PAD)
+def all_spans(slot_L, used_L, most_used, there_L, H, sums, stats, E: tl.constexpr, E_PAD: tl.constexpr):
+    """The state of a softmax that has seen the spans of a row, of which each line has ``used_L``; ``slot_L``: of the
+    first, those of the others follow every ``H``."""
+    top_L, total_L, sum_LE = left_state(slot_L, there_L, sums, stats, E, E_PAD)
     for span in range(1, most_used):
-        left = left_state(span, num_spans, line_L, there_L & (span < used_L), sums, stats, E, E_PAD)
+        left = left_state(slot_L + span * H, there_L & (span < used_L), sums, stats, E, E_PAD)
         top_L, total_L, sum_LE = joined(top_L, total_L, sum_LE, left[0], left[1], left[2])
     return top_L, total_L, sum_LE
 
 
 @triton.jit
 def with_parts(
-    top_L, total_L, sum_LE, num_used, num_parts, line_L, there_L, sums, stats,
-    E: tl.constexpr, E_PAD: tl.constexpr,
-):  # fmt: skip
-    """A state joined with those of the parts of a prefix."""
+    top_L, total_L, sum_LE, slot_L, num_used, there_L, sums, stats, E: tl.constexpr, E_PAD: tl.constexpr
+):
+    """A state joined with those of the parts of a prefix, whose slots follow one another from ``slot_L`` on."""
     for part in range(0, num_used):
-        left = left_state(part, num_parts, line_L, there_L, sums, stats, E, E_PAD)
+        left = left_state(slot_L + part, there_L, sums, stats, E, E_PAD)
         top_L, total_L, sum_LE = joined(top_L, total_L, sum_LE, left[0], left[1], left[2])
     return top_L, total_L, sum_LE
 

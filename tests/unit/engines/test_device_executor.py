@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.engines import decode_batches, device_setup, prompt_batches
-from headrace.engines.decode_batches import Form, bucket_sizes, quickest
+from headrace.engines import device_setup, prompt_batches
+from headrace.engines.decode_batches import bucket_sizes, quickest
 from headrace.engines.device_executor import DeviceExecutor
 from headrace.engines.device_kernels import TorchKernels
 from headrace.engines.device_model import LayerShape
@@ -18,6 +18,8 @@ from headrace.engines.device_passes import DevicePasses
 from headrace.engines.device_state import DeviceState
 from headrace.engines.torch_engine import TorchEngine
 from headrace.errors import ConfigError
+from headrace.kernels import dealing
+from headrace.kernels.dealing import spans_of_rows
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.models.tensors import to_blobs
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
@@ -139,23 +141,27 @@ def test_members_that_read_their_prompt_together_draw_as_if_alone(
     assert (engine.counters()["preemptions"] > 0) == ("kv_tokens" in settings)
 
 
-def test_passes_are_told_how_many_key_value_rows_they_read(
+def test_passes_are_told_what_each_row_is_split_into(
     make_executor, run_engine, make_request, crowd, monkeypatch
 ):
-    """All of them together, a shared prompt not counted: kernels deal them out by that."""
-    seen = []
+    """By the key-value rows it reads itself, a shared prompt not counted; padding has one span too."""
+    seen = set()
 
     def looking(passes, batch):
-        shared = 0 if batch.shared is None else int(batch.shared.begins.sum())
-        seen.append((shared > 0, int(batch.total), int(batch.lengths.sum()) - shared))
+        own = batch.lengths - (0 if batch.shared is None else batch.shared.begins)
+        expected = spans_of_rows(own.numpy(), 2 * batch.size, torch.device("cpu"))
+        for told, right in zip(batch.spans, expected, strict=True):
+            assert torch.equal(told, right)
+        seen.add((batch.shared is None, len(batch.spans.rows) - int(batch.spans.firsts[-1]) < 2 * batch.size))
         return decode(passes, batch)
 
     decode = DevicePasses.decode
     monkeypatch.setattr(DevicePasses, "decode", looking)
+    monkeypatch.setattr(dealing, "MIN_SPAN", 16)
+    monkeypatch.setattr(TorchKernels, "spans_at_once", lambda _, num_rows, *given, **chosen: 2 * num_rows)
     group = [make_request(f"g{i}", prompt=np.arange(50) % 61, max_tokens=6 + 5 * i, seed=i) for i in range(4)]
     run_engine(engine_of(make_executor()), *crowd, *group)
-    assert all(told == read for _, told, read in seen)
-    assert {shared for shared, told, _ in seen if told} == {True, False}
+    assert {shared for shared, is_split in seen if is_split} == {True, False}
 
 
 def test_rows_with_nothing_in_common_share_nothing(make_executor, run_engine, crowd):
@@ -249,37 +255,3 @@ def test_memory_of_the_kernels_serves_every_layer(monkeypatch):
     layers = [LayerShape(8, 2, 128, 512), LayerShape(16, 4, 128, 128)]
     given = device_setup._kernels(SimpleNamespace(layers=layers), 12, 4096, torch.device("cuda"))
     assert (given["num_heads"], given["value_dim"]) == (16, 512)
-
-
-def test_passes_take_the_form_that_their_rows_ask_for(
-    make_engine, make_executor, run_engine, make_request, monkeypatch
-):
-    """Of rows that share a prompt only what each has for itself counts. The first uneven passes are split as usual."""
-    asked = []
-    monkeypatch.setattr(decode_batches, "_UNEVEN_PASSES", 2)
-
-    def is_uneven(_, num_rows, num_kv_heads, longest, total):
-        asked.append((num_rows, num_kv_heads, longest, total))
-        return longest * 2 > total
-
-    monkeypatch.setattr(TorchKernels, "is_uneven", is_uneven)
-    prompt = np.random.default_rng(1).integers(0, 61, 64)
-    requests = [make_request(f"m{i}", prompt=prompt, max_tokens=6 + 20 * (i == 2)) for i in range(3)]
-    requests.append(make_request("long", prompt=200, max_tokens=9))
-    expected = run_engine(make_engine(), *requests)
-    executor = make_executor()
-    batches, used = executor._decoding, []
-    compute = batches._compute
-    monkeypatch.setattr(
-        batches, "_compute", lambda batch: used.append((batch.size, batch.form)) or compute(batch)
-    )
-    got = run_engine(engine_of(executor), *requests)
-    for name, completion in expected.items():
-        agree(got[name], completion)
-    # Three rows with 48 of 65 tokens from their shared blocks, and one with 201; in the end one row alone.
-    assert asked[0] == (4, 4, 201, 201 + 3 * 17)
-    assert asked[-1][0] == 2 and asked[-1][2] == asked[-1][3]
-    of_four = [form for size, form in used if size == 4]
-    assert of_four[:3] == [Form(True, False), Form(True, True), Form(True, True)]
-    assert {form for size, form in used if size == 2} == {Form(False, False), Form(False, True)}
-    assert len(used) == len(asked)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.engines import decode_batches
 from headrace.engines.device_executor import DeviceExecutor
 from headrace.engines.device_kernels import TritonKernels
 from headrace.engines.make import torch_engine
@@ -93,15 +92,13 @@ def test_tokens_are_those_of_the_cpu(tmp_path, family):
     assert_same(generate(with_kernels(model), requests), generate(plain(model), requests))
 
 
-@pytest.mark.parametrize("uneven", [False, True], ids=["split as usual", "split further"])
-def test_members_that_read_their_prompt_together(tmp_path, monkeypatch, uneven):
+def test_members_that_read_their_prompt_together(tmp_path, monkeypatch):
     """Rows of several spans, some behind a prompt that is read once, some with nothing to share."""
-    from headrace.kernels import decode_attention
+    from headrace.kernels import dealing, decode_attention
 
     monkeypatch.setattr(TritonKernels, "sharing_pays_bytes", 1)
-    monkeypatch.setattr(TritonKernels, "is_uneven", lambda *_: uneven)
-    monkeypatch.setattr(decode_batches, "_UNEVEN_PASSES", 1)
-    monkeypatch.setattr(decode_attention, "_MIN_SPAN", 8)
+    monkeypatch.setattr(dealing, "MIN_SPAN", 8)
+    monkeypatch.setattr(decode_attention, "MIN_SPAN", 8)
     model, requests = tiny(tmp_path), crowd(prompts=(90,), max_tokens=3)
     prompt = np.random.default_rng(5).integers(0, VOCAB, 40).astype(np.int32)
     requests += [
@@ -110,7 +107,6 @@ def test_members_that_read_their_prompt_together(tmp_path, monkeypatch, uneven):
     engine = with_kernels(model)
     assert_same(generate(engine, requests), generate(plain(model), requests))
     assert engine._executor.num_tokens_shared > 0
-    assert {form.uneven for _, form in engine._executor._decoding._others} == {uneven}
 
 
 def test_truncated_rows_keep_what_the_cpu_keeps(tmp_path):

@@ -14,8 +14,9 @@ import torch
 
 from headrace.bench.compiling import compiled
 from headrace.bench.kernel_cases import MODELS, VOCAB_SIZE
-from headrace.engines.decode_batches import DecodeBatch, Form, bucket_sizes
+from headrace.engines.decode_batches import DecodeBatch, bucket_sizes
 from headrace.engines.device_kernels import DecodeRows, PieceRows, TritonKernels
+from headrace.engines.device_model import LayerShape
 from headrace.engines.prompt_batches import PromptBatch, bucket_rows
 from headrace.engines.sequences import SlotTable
 from headrace.engines.truncated_draws import cut_rows
@@ -49,8 +50,11 @@ def launches(model):
     for size in bucket_sizes(MAX_ROWS):
         logits = empty(size, VOCAB_SIZE, dtype=torch.float32)
         for sharing in (False, True):
-            batch = DecodeBatch(size, CPU, Form(sharing=sharing))
-            rows = DecodeRows(tables, batch.slots, batch.lengths, batch.total, batch.shared)
+            at_once = kernels.spans_at_once(
+                size, LayerShape(num_heads, num_kv, dim, dim), torch.bfloat16, sharing=sharing
+            )
+            batch = DecodeBatch(size, CPU, num_at_once=at_once, sharing=sharing)
+            rows = DecodeRows(tables, batch.slots, batch.lengths, batch.spans, batch.shared)
             yield lambda rows=rows, size=size: kernels.decode(*rows_of(model, size), pool, rows, options)
             given = batch.seed_keys, batch.draws, batch.temperatures, drawn[0][:size], drawn[1][:size]
             yield lambda given=given, logits=logits: kernels.sample(logits, *given)

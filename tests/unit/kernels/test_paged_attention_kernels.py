@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-
+import numpy as np
 import pytest
 import torch
 from kernel_cases import (
@@ -23,6 +21,7 @@ require_kernels()
 
 from headrace.kernels import decode_attention as attention  # noqa: E402
 from headrace.kernels.chip import Chip  # noqa: E402
+from headrace.kernels.dealing import most_spans, spans_of_rows  # noqa: E402
 from headrace.kernels.decode_attention import decode_attention, decode_workspace  # noqa: E402
 from headrace.kernels.paged_attention import prefill_attention, write_rows  # noqa: E402
 from headrace.kernels.prefill import PIECES_AT_ONCE  # noqa: E402
@@ -34,8 +33,8 @@ def poisoned(*shape, dtype):
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
-def decode(heads, lengths, *, seed=0, workspace=None, total=None, uneven=False, **options):
-    """Relative error of a decode pass over these lengths; 0 is a padding row."""
+def decode(heads, lengths, *, seed=0, workspace=None, at_once=24, **options):
+    """Relative error of a decode pass over these lengths, dealt out to so many spans; 0 is a padding row."""
     generator = torch.Generator().manual_seed(seed)
     cache = make_cache(heads, [max(length, 1) for length in lengths], generator)
     order = torch.randperm(len(lengths), generator=generator)
@@ -54,8 +53,7 @@ def decode(heads, lengths, *, seed=0, workspace=None, total=None, uneven=False, 
         order.to(DEVICE),
         torch.tensor(lengths, dtype=torch.int32)[order].to(DEVICE),
         scale=scale,
-        total=torch.tensor([sum(lengths) if total is None else total], dtype=torch.int32, device=DEVICE),
-        uneven=uneven,
+        spans=spans_of_rows(np.array(lengths)[order.numpy()], at_once, DEVICE),
         out_BHE=out,
         workspace=workspace,
         **options,
@@ -97,7 +95,7 @@ def test_decode_matches_float64(heads, lengths):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 21}], ids=["whole blocks", "tiles that begin anywhere"])
-@pytest.mark.parametrize(("num_multiprocessors", "tile"), [(16, 64), (4, 32), (1, 16)])
+@pytest.mark.parametrize(("num_multiprocessors", "tile"), [(16, 64), (6, 32), (1, 16)])
 @pytest.mark.parametrize("group", [2, 12])
 def test_the_more_rows_a_multiprocessor_has_the_smaller_are_tiles(
     monkeypatch, options, num_multiprocessors, tile, group
@@ -119,78 +117,42 @@ def test_decode_with_a_window_or_a_soft_cap(options):
     assert decode(Heads(7, 1, 64, 64), [1, 5, 20, 21, 260, 500], **options) < TOLERANCE[FP32]
 
 
-def spans_used(heads, lengths, *, num_programs, num_slots=None, **options):
+def spans_used(heads, lengths, **options):
     """Of each sequence, in order of their number; 0: one, which is written straight to the output."""
     workspace = decode_workspace(len(lengths), heads.num, heads.value_dim, 4096, DEVICE)
-    workspace = dataclasses.replace(workspace, num_programs=num_programs)
-    num_spans = workspace.num_spans(len(lengths) * heads.num_kv)
-    if num_slots is not None:
-        workspace = dataclasses.replace(workspace, num_slots=num_slots)
-        num_spans = workspace.num_uneven_spans(len(lengths))
     workspace.stats.fill_(float("nan"))
-    uneven = num_slots is not None
-    assert decode(heads, lengths, workspace=workspace, uneven=uneven, **options) < TOLERANCE[FP32]
-    shape = len(lengths), heads.num, num_spans, 2
-    tops = workspace.stats[: math.prod(shape)].view(shape)[:, 0, :, 0]
-    return sorted((~tops.isnan()).sum(1).tolist())
+    assert decode(heads, lengths, workspace=workspace, **options) < TOLERANCE[heads.dtype]
+    left = workspace.stats.view(-1, heads.num, 2)[:, 0, 0]
+    return int((~left.isnan()).sum())
 
 
 @pytest.mark.parametrize(
-    ("lengths", "num_programs", "options", "expected"),
+    ("lengths", "at_once", "options", "expected"),
     [
-        # A share is 2 x 6300 / 16.
-        pytest.param([4000, 700, 100, 1500], 16, {}, [0, 0, 0, 4], id="none may have more than four"),
-        pytest.param([2000, 1000, 700], 16, {}, [0, 2, 4], id="a longer row is split further"),
-        pytest.param([500, 500], 24, {}, [0, 0], id="too short to be split"),
-        pytest.param([3000, 3000], 16, {"window": 600}, [2, 2], id="a window, of which no more are read"),
+        pytest.param([2000, 1000, 700], 8, {}, 4 + 2 + 2, id="a longer row is split further"),
+        pytest.param([3000, *[20] * 5], 16, {}, 11, id="a row that is far longer"),
+        pytest.param([1500, 100, 100], 2, {}, 2, id="longer than an even share, with no room for more"),
+        pytest.param([200, 250], 24, {}, 0, id="too short to be split"),
+        pytest.param([3000, 3000], 16, {"window": 600}, 2 + 2, id="a window, of which no more are read"),
     ],
 )
-def test_rows_are_dealt_out_evenly(lengths, num_programs, options, expected):
-    assert spans_used(Heads(4, 2, 32, 32), lengths, num_programs=num_programs, **options) == expected
-
-
-@pytest.mark.parametrize(("num_slots", "longest"), [(None, 0), (48, 3), (96, 6), (16, 0)])
-def test_a_pass_that_is_uneven_splits_its_longest_row_as_far_as_there_is_memory(num_slots, longest):
-    """A share is 3,300 / 8. Split as usual no row is."""
-    lengths = [3000, *[20] * 15]
-    found = spans_used(Heads(2, 1, 32, 32), lengths, num_programs=8, num_slots=num_slots)
-    assert found == [*[0] * 15, longest]
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "lengths", "uneven"),
-    [
-        pytest.param(256, [800] * 256, False, id="all alike"),
-        pytest.param(256, [16_000, *[800] * 255], True, id="one that is far longer"),
-        pytest.param(256, [6_000, *[800] * 255], False, id="one that is longer, and ends with the others"),
-        pytest.param(512, [32_000, *[100] * 300], True, id="beside rows of padding"),
-        pytest.param(512, [700, *[1] * 100], False, id="too short to be split"),
-        pytest.param(
-            16, [30_000, *[100] * 15], True, id="few rows, of which one would be split into thirteen"
-        ),
-        pytest.param(16, [8_000, *[100] * 15], False, id="few rows, which are split far enough as it is"),
-        pytest.param(2048, [16_000, *[10] * 2047], False, id="more rows than there is memory for spans"),
-    ],
-)
-def test_a_pass_is_uneven_where_its_longest_row_would_keep_the_others_waiting(num_rows, lengths, uneven):
-    workspace = decode_workspace(num_rows, 28, 128, 32_768, torch.device("meta"))
-    assert workspace.is_uneven(num_rows, 4, max(lengths), sum(lengths)) == uneven
+def test_rows_are_split_into_the_spans_of_the_list(lengths, at_once, options, expected):
+    assert spans_used(Heads(4, 2, 32, 32), lengths, at_once=at_once, **options) == expected
 
 
 def test_there_is_room_for_every_span():
     for max_rows in (1, 7, 25, 60, 400):
         workspace = decode_workspace(max_rows, 8, 16, 1 << 20, DEVICE)
         for num_kv in (1, 2, 8):
-            most = max(rows * workspace.num_spans(rows * num_kv) for rows in range(1, max_rows + 1))
-            assert most * 8 * 2 <= workspace.stats.numel()
-        most = max(rows * workspace.num_uneven_spans(rows) for rows in range(1, max_rows + 1))
-        assert most * 8 * 2 <= workspace.stats.numel()
+            for rows in range(1, max_rows + 1):
+                at_once = attention.spans_at_once(rows, 8, num_kv, 64, HALF, DEVICE, sharing=False)
+                assert most_spans(rows, at_once) * 8 * 2 <= workspace.stats.numel()
 
 
-@pytest.mark.parametrize("total", [0, 50, 2**31 - 1])
-def test_any_total_gives_the_same_rows(total):
-    """It decides how rows are split and nothing else: a pass of padding alone leaves it at 0."""
-    assert decode(Heads(14, 2, 64, 64), [1, 300, 0, 1500], total=total) < TOLERANCE[FP32]
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_any_list_gives_the_same_rows(at_once):
+    """It decides how rows are split and nothing else."""
+    assert decode(Heads(14, 2, 64, 64), [1, 300, 0, 1500], at_once=at_once) < TOLERANCE[FP32]
 
 
 def test_a_workspace_serves_one_pass_after_another():
@@ -211,7 +173,7 @@ def test_padding_rows_decode_to_zeros():
         torch.zeros(2, dtype=torch.int64, device=DEVICE),
         torch.zeros(2, dtype=torch.int32, device=DEVICE),
         scale=1.0,
-        total=torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        spans=spans_of_rows(np.zeros(2), 4, DEVICE),
         out_BHE=out,
         workspace=decode_workspace(2, 7, 32, 64, DEVICE),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import (
@@ -17,6 +18,7 @@ from kernel_cases import (
 
 require_kernels()
 
+from headrace.kernels.dealing import spans_of_rows  # noqa: E402
 from headrace.kernels.decode_attention import decode_attention, decode_workspace  # noqa: E402
 from headrace.kernels.paged_attention import prefill_attention, write_rows  # noqa: E402
 from headrace.kernels.rotation import Rotation, rotated  # noqa: E402
@@ -82,7 +84,7 @@ def test_decode_rotates_as_it_reads(heads, shared):
         decode_attention(
             *given, value, pool, cache.tables, torch.arange(len(lengths), device=DEVICE),
             torch.tensor(lengths, dtype=torch.int32, device=DEVICE), scale=heads.key_dim**-0.5, shared=prefixes,
-            rotation=turned, total=torch.tensor([sum(lengths)], dtype=torch.int32, device=DEVICE), out_BHE=out,
+            rotation=turned, spans=spans_of_rows(np.array(lengths), 6, DEVICE), out_BHE=out,
             workspace=workspace,
         )  # fmt: skip
         found.append((out, pool))

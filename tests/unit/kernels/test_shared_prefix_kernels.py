@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import numpy as np
 import pytest
 import torch
 from kernel_cases import (
@@ -22,6 +21,7 @@ from kernel_cases import (
 require_kernels()
 
 from headrace.kernels import decode_attention as module  # noqa: E402
+from headrace.kernels.dealing import spans_of_rows  # noqa: E402
 from headrace.kernels.decode_attention import decode_attention, decode_workspace  # noqa: E402
 from headrace.kernels.shared_prefixes import SharedPrefixes  # noqa: E402
 
@@ -48,9 +48,9 @@ def decode(heads, lengths, pieces, **options):
     return relative_error(*outputs(heads, lengths, pieces, **options))
 
 
-def outputs(heads, lengths, pieces, *, seed=0, workspace=None, num_programs=None, uneven=False, **options):
-    """What a pass over sequences of these lengths (0: a padding row) returns, and what it should, where each piece
-    (sequences, prefix) shares a prefix. Rows come in a random order."""
+def outputs(heads, lengths, pieces, *, seed=0, workspace=None, at_once=24, **options):
+    """What a pass over sequences of these lengths (0: a padding row) returns, dealt out to so many spans, and what it
+    should, where each piece (sequences, prefix) shares a prefix. Rows come in a random order."""
     generator = torch.Generator().manual_seed(seed)
     cache = make_cache(heads, [max(length, 1) for length in lengths], generator)
     if not options.get("window"):
@@ -63,11 +63,12 @@ def outputs(heads, lengths, pieces, *, seed=0, workspace=None, num_programs=None
         (len(lengths), heads.num, heads.value_dim), float("nan"), dtype=heads.dtype, device=DEVICE
     )
     workspace = workspace or decode_workspace(len(lengths), heads.num, heads.value_dim, max(lengths), DEVICE)
-    if num_programs is not None:
-        workspace = dataclasses.replace(workspace, num_programs=num_programs)
     scale = heads.key_dim**-0.5
     whole = cache.pool_BSW.clone()
     key, value = take_last(cache, heads, lengths)
+    begins = np.zeros(len(lengths), dtype=np.int64)
+    for sequences, prefix in pieces:
+        begins[sequences] = prefix
     decode_attention(
         query.to(DEVICE),
         key[order.to(DEVICE)],
@@ -77,10 +78,7 @@ def outputs(heads, lengths, pieces, *, seed=0, workspace=None, num_programs=None
         order.to(DEVICE),
         torch.tensor(lengths, dtype=torch.int32)[order].to(DEVICE),
         scale=scale,
-        total=torch.tensor([sum(lengths) - sum(len(piece) * n for piece, n in pieces)], dtype=torch.int32).to(
-            DEVICE
-        ),
-        uneven=uneven,
+        spans=spans_of_rows((np.array(lengths) - begins)[order.numpy()], at_once, DEVICE),
         shared=shared_prefixes(len(lengths), [([row_of[s] for s in piece], n) for piece, n in pieces]),
         out_BHE=out,
         workspace=workspace,
@@ -177,17 +175,17 @@ def test_it_does_not_matter_who_is_last_with_a_row(monkeypatch, heads, lengths, 
 
 
 @pytest.mark.parametrize(
-    ("heads", "lengths", "num_programs"),
+    ("heads", "lengths", "at_once"),
     [
-        pytest.param(Heads(4, 2, 32, 32), [3064, 1064], 12, id="a share of several heads"),
+        pytest.param(Heads(4, 2, 32, 32), [3064, 1064], 6, id="a share of several heads"),
         pytest.param(Heads(2, 1, 32, 32), [3064, 65, 65, 65, 65], 10, id="one row that is far longer"),
         pytest.param(Heads(2, 1, 80, 80, HALF), [65, 1607], 8, id="spans of other tiles than the prefix's"),
     ],
 )
-def test_both_kernels_know_how_many_spans_a_row_has(monkeypatch, heads, lengths, num_programs):
-    """Rows are dealt out to few programs here, so that a share is longer than the shortest span."""
+def test_both_kernels_know_how_many_spans_a_row_has(monkeypatch, heads, lengths, at_once):
+    """Rows are dealt out to few spans here, so that they are longer than the shortest."""
     pieces = [(list(range(len(lengths))), 64)]
-    agree_in_either_order(monkeypatch, heads, lengths, pieces, num_programs=num_programs)
+    agree_in_either_order(monkeypatch, heads, lengths, pieces, at_once=at_once)
 
 
 def agree_in_either_order(monkeypatch, heads, lengths, pieces, **options):
@@ -225,14 +223,3 @@ def test_a_workspace_serves_one_pass_after_another():
     )
     for seed, (lengths, pieces) in enumerate(passes):
         assert decode(heads, lengths, pieces, seed=seed, workspace=workspace) < TOLERANCE[FP32]
-
-
-def test_a_long_row_is_split_further_behind_its_prefix():
-    heads, lengths = Heads(2, 1, 32, 32), [3064, *[65] * 19]
-    # One program a row as usual, so that no row is split.
-    found = [
-        outputs(heads, lengths, [([0, 1, 2], 48)], num_programs=10, uneven=uneven) for uneven in (False, True)
-    ]
-    for out, expected in found:
-        assert relative_error(out, expected) < TOLERANCE[FP32]
-    assert not torch.equal(found[0][0], found[1][0]), "split otherwise, and so rounded otherwise"
