@@ -108,7 +108,9 @@ class DecodeBatch:
         self.sharing = sharing
         self._num_at_once = num_at_once
         self._num_spans = most_spans(size, num_at_once)
-        host, _ = self._padding()
+        host, to = self._padding()
+        # As little as a pass can be: it may be computed before it is filled.
+        write_list(np.ones(size, dtype=np.int64), *to.spans)
         self.inputs = torch.from_numpy(host).to(device)
         parts = _parts(self.inputs, size, self._num_spans, torch.int32, torch.float32)
         self.slots, self.positions, self.cells = parts.slots, parts.positions, parts.cells
@@ -141,11 +143,10 @@ class DecodeBatch:
         self.inputs.copy_(to_pinned(host, self.inputs.device), non_blocking=True)
 
     def _padding(self) -> tuple[np.ndarray, _Parts]:
-        """Inputs of which every row is padding, and their parts."""
+        """Inputs of which every row is padding, and their parts, but for the list of spans."""
         host = np.zeros(_num_inputs(self.size, self._num_spans), dtype=np.int64)
         parts = _parts(host, self.size, self._num_spans, np.int32, np.float32)
         parts.temperatures[:] = 1.0
-        write_list(np.ones(self.size, dtype=np.int64), *parts.spans)
         return host, parts
 
 

@@ -1,10 +1,13 @@
 """The key-value rows of a decode pass, dealt out to the programs that read them.
 
 In: how many key-value rows each row of the pass reads by itself. Out: a list of spans, each with the row it belongs to,
-a row's spans one behind the other. Spans are as short as they can be while all of them run at once, so that no
-program is still at work long after the others; a row that is far longer than the rest has many, and nobody else more
-for it. The list is made before a pass is launched and brought with its inputs, so a captured launch has room for the
-longest list there can be, and programs behind the end of a list find nothing to do after all others have begun.
+a row's spans one behind the other. Where spans of up to twice an even share all run at once, they are as short as they
+can be while they do, so that no program is still at work long after the others; a row that is far longer than the rest
+has many, and nobody else more for it. Where even those would not, as with more rows than run at once, no span is longer
+than an even share: what begins late should be short.
+
+The list is made before a pass is launched and brought with its inputs, so a captured launch has room for the longest
+list there can be, and programs behind the end of a list find nothing to do after all others have begun.
 
 Shape legend: B rows of a pass, N entries there is room for.
 """
@@ -39,11 +42,11 @@ def most_spans(num_rows: int, num_at_once: int) -> int:
 
 
 def deal_out(own_B: np.ndarray, num_at_once: int) -> np.ndarray:
-    """int64 [B], spans of each row, of which so many run at once; ``own_B``: key-value rows it reads by itself."""
+    """int64 [B], spans of each row, of which so many run at once; ``own_B``: key-value rows it reads by itself. A row
+    of padding has a span too, which ends as soon as it begins."""
     even = max(float(MIN_SPAN), own_B.sum() / max(1, num_at_once))
     counts = np.ceil(own_B / (even * _STRETCHES)).clip(1, MAX_SPANS).astype(np.int64)
-    fits = counts.sum(1) <= num_at_once
-    # Where there are more rows than run at once, those that are longer than an even share are split all the same.
+    fits = counts[:, own_B > 0].sum(1) <= num_at_once
     return counts[int(fits.argmax())]
 
 

@@ -46,7 +46,7 @@ def decode_kernel(
     K: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, S: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, SHARED: tl.constexpr,
-    ROTATE: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr,
+    ROTATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head, entry = tl.program_id(0), tl.program_id(1)
     row = tl.load(span_rows + entry)
@@ -57,7 +57,7 @@ def decode_kernel(
     length = tl.load(lengths + row)
     table = tables + tl.load(slots + row).to(tl.int64) * table_stride
     prefix, past = tl.load(begins + row) if SHARED else length * 0, tl.maximum(length - 1, 0)
-    first, rows_each, num_used = spans_of(past, prefix, num_listed, WINDOW, MIN_SPAN, TILE)
+    first, rows_each, num_used = spans_of(past, prefix, num_listed, WINDOW, TILE)
     if span >= num_used:
         return
 

@@ -23,7 +23,7 @@ import torch
 import triton
 
 from headrace.kernels.chip import chip
-from headrace.kernels.dealing import MIN_SPAN, Spans, most_spans
+from headrace.kernels.dealing import Spans, most_spans
 from headrace.kernels.decode import decode_kernel
 from headrace.kernels.paged_attention import angles, prefill_shape
 from headrace.kernels.pool import padded_dim
@@ -110,10 +110,8 @@ def spans_at_once(
     sharing: bool,
 ) -> int:
     """Spans of a pass of so many rows, of all of them together, that are read at the same time."""
-    heads_padded, num_multiprocessors = _padded(num_heads // num_kv_heads), chip(device).num_multiprocessors
-    pairs_each = num_rows * num_kv_heads / num_multiprocessors
-    shape = _decode_shape(key_dim, heads_padded, dtype, pairs_each, sharing)
-    return shape.num_at_once * num_multiprocessors // num_kv_heads
+    shape = _decode_shape(num_rows, num_heads // num_kv_heads, num_kv_heads, key_dim, dtype, device, sharing)
+    return shape.num_at_once * chip(device).num_multiprocessors // num_kv_heads
 
 
 def decode_attention(
@@ -142,10 +140,10 @@ def decode_attention(
     num_rows, num_heads, key_dim = query_BHD.shape
     num_kv_heads, value_dim = value_BKE.shape[1:]
     group = num_heads // num_kv_heads
-    heads_padded = _padded(group)
     shared = None if window else shared
-    pairs_each = num_rows * num_kv_heads / chip(query_BHD.device).num_multiprocessors
-    shape = _decode_shape(key_dim, heads_padded, pool_BSW.dtype, pairs_each, shared is not None)
+    shape = _decode_shape(
+        num_rows, group, num_kv_heads, key_dim, pool_BSW.dtype, query_BHD.device, shared is not None
+    )
     heads = {
         "K": num_kv_heads,
         "G": group,
@@ -157,7 +155,6 @@ def decode_attention(
         "SOFTCAP": softcap or 0.0,
         "EXACT": pool_BSW.dtype == torch.float32,
         "ROTATE": rotation is not None,
-        "MIN_SPAN": MIN_SPAN,
     }
     cos, sin, angle_stride = turned = angles(rotation, query_BHD)
     attend_own = partial(
@@ -167,7 +164,7 @@ def decode_attention(
         workspace.prefix_sums, workspace.prefix_stats, workspace.num_prefix_parts(num_rows), scale,
         *query_BHD.stride()[:2], *key_BKD.stride()[:2], *value_BKE.stride()[:2], angle_stride,
         *out_BHE.stride()[:2], tables.stride(0),
-        P=heads_padded, WINDOW=window or 0, SHARED=shared is not None, TILE=shape.tile,
+        P=_padded(group), WINDOW=window or 0, SHARED=shared is not None, TILE=shape.tile,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **heads,
     )  # fmt: skip
     if shared is None:
@@ -239,14 +236,20 @@ def _padded(group: int) -> int:
 
 
 def _decode_shape(
-    key_dim: int, heads_padded: int, dtype: torch.dtype, pairs_each: float, is_shared: bool
+    num_rows: int,
+    group: int,
+    num_kv_heads: int,
+    key_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_shared: bool,
 ) -> DecodeShape:
-    """For this many pairs of a row and a key-value head a multiprocessor. All programs should run at once: one more
-    than there is room for takes as long as all the others. So they are the smaller the more there are, and where
-    prefixes are read beside them. Chosen by timing on an H200 for up to eight query heads a key-value head. A program
-    keeps a sum for each of them: with more of them its tiles are so small that three programs still have room, and its
-    warps so few that Hopper's products of whole groups of warps are not used, which Triton before 3.7 does not let wait
-    for what was copied."""
+    """All programs should run at once: one more than there is room for takes as long as all the others. So they are the
+    smaller the more pairs of a row and a key-value head there are, and where prefixes are read beside them. Chosen by
+    timing on an H200 for up to eight query heads a key-value head. A program keeps a sum for each of them: with more of
+    them its tiles are so small that three programs still have room, and its warps so few that Hopper's products of
+    whole groups of warps are not used, which Triton before 3.7 does not let wait for what was copied."""
+    heads_padded, pairs_each = _padded(group), num_rows * num_kv_heads / chip(device).num_multiprocessors
     if dtype == torch.float32 or key_dim > 128:
         return DecodeShape(32, 2 if heads_padded == 8 else 4, 2, 3)
     warps = 1 if heads_padded == 8 else 2 if heads_padded <= 32 else 4

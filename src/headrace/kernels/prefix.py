@@ -38,7 +38,7 @@ def prefix_kernel(
     K: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, S: tl.constexpr,
     SOFTCAP: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,
-    ROTATE: tl.constexpr, MIN_SPAN: tl.constexpr, SPAN_STEP: tl.constexpr,
+    ROTATE: tl.constexpr, SPAN_STEP: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = M // Q
     head, part, num_parts = tl.program_id(0) % K, tl.program_id(1), tl.num_programs(1)
@@ -80,7 +80,7 @@ def prefix_kernel(
         past_C = tl.load(lengths + rows_C, mask=there_C, other=1) - 1
         first_C = tl.load(firsts + rows_C, mask=there_C, other=0)
         num_listed_C = tl.load(firsts + rows_C + 1, mask=there_C, other=1) - first_C
-        used_C = spans_of(past_C, prefix, num_listed_C, 0, MIN_SPAN, SPAN_STEP)[2]
+        used_C = spans_of(past_C, prefix, num_listed_C, 0, SPAN_STEP)[2]
         last_C = are_last(arrived + rows_C * K + head, there_C, used_C + num_used_parts)
         # Spans of the rows that are finished here; none of the others.
         used_C = tl.where(last_C, used_C, 0)

@@ -15,12 +15,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.kernels import dealing
+
+MIN_SPAN = tl.constexpr(dealing.MIN_SPAN)
 PART_STEP = tl.constexpr(128)
 """Key-value rows of which parts are multiples: whole tiles, and enough for a program of its own."""
 
 
 @triton.jit
-def spans_of(past, prefix, num_listed, WINDOW: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr):
+def spans_of(past, prefix, num_listed, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """The first key-value row that a span reads of a query with so many ``past`` ones, the rows of a span, and the
     number of spans used of those that the pass's list has for the row: all but the last alike, in whole tiles. Of what
     a window leaves spans are no shorter than is worth it."""

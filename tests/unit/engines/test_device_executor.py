@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.engines import device_setup, prompt_batches
-from headrace.engines.decode_batches import bucket_sizes, quickest
+from headrace.engines.decode_batches import DecodeBatch, bucket_sizes, quickest
 from headrace.engines.device_executor import DeviceExecutor
 from headrace.engines.device_kernels import TorchKernels
 from headrace.engines.device_model import LayerShape
@@ -149,19 +149,32 @@ def test_passes_are_told_what_each_row_is_split_into(
 
     def looking(passes, batch):
         own = batch.lengths - (0 if batch.shared is None else batch.shared.begins)
-        expected = spans_of_rows(own.numpy(), 2 * batch.size, torch.device("cpu"))
+        at_once = spans_at_once(None, batch.size, sharing=batch.shared is not None)
+        expected = spans_of_rows(own.numpy(), at_once, torch.device("cpu"))
         for told, right in zip(batch.spans, expected, strict=True):
             assert torch.equal(told, right)
-        seen.add((batch.shared is None, len(batch.spans.rows) - int(batch.spans.firsts[-1]) < 2 * batch.size))
+        seen.add((batch.shared is None, int(batch.spans.firsts[-1]) > batch.size))
         return decode(passes, batch)
+
+    def spans_at_once(_, num_rows, *given, sharing):
+        return num_rows * (2 + sharing)
 
     decode = DevicePasses.decode
     monkeypatch.setattr(DevicePasses, "decode", looking)
     monkeypatch.setattr(dealing, "MIN_SPAN", 16)
-    monkeypatch.setattr(TorchKernels, "spans_at_once", lambda _, num_rows, *given, **chosen: 2 * num_rows)
+    monkeypatch.setattr(TorchKernels, "spans_at_once", spans_at_once)
     group = [make_request(f"g{i}", prompt=np.arange(50) % 61, max_tokens=6 + 5 * i, seed=i) for i in range(4)]
     run_engine(engine_of(make_executor()), *crowd, *group)
     assert {shared for shared, is_split in seen if is_split} == {True, False}
+
+
+@pytest.mark.parametrize("size", [2, 5, 64])
+def test_a_batch_that_was_not_filled_is_a_pass_of_padding(size):
+    """It is captured so, and its spans are divided by."""
+    batch = DecodeBatch(size, torch.device("cpu"), num_at_once=7)
+    expected = spans_of_rows(np.zeros(size), 7, torch.device("cpu"))
+    assert all(torch.equal(told, right) for told, right in zip(batch.spans, expected, strict=True))
+    assert not batch.lengths.any() and (batch.temperatures == 1.0).all()
 
 
 def test_rows_with_nothing_in_common_share_nothing(make_executor, run_engine, crowd):

@@ -103,6 +103,17 @@ def test_tokens_bear_the_version_their_pass_was_launched_under(make_late, make_r
     assert done["a"].versions.tolist() == [0] * 4 + [5] * 6
 
 
+def test_an_update_waits_for_no_pass(make_late, make_request, tiny_checkpoint):
+    """Unless keys and values are computed anew, for which every sequence leaves its slot."""
+    weights = list(to_blobs(load_model(tiny_checkpoint)))
+    for recompute_kv in (False, True):
+        engine = make_late(recompute_kv=recompute_kv).engine
+        engine.submit(make_request("a", prompt=20, max_tokens=4))
+        engine.step()
+        engine.apply(1, weights)
+        assert engine.counters()["generated_tokens"] == recompute_kv
+
+
 def test_an_update_after_every_pass_costs_no_token(make_late, make_request, tiny_checkpoint):
     """Although all that was computed before it is computed anew."""
     weights = list(to_blobs(load_model(tiny_checkpoint)))

@@ -94,11 +94,10 @@ def test_tokens_are_those_of_the_cpu(tmp_path, family):
 
 def test_members_that_read_their_prompt_together(tmp_path, monkeypatch):
     """Rows of several spans, some behind a prompt that is read once, some with nothing to share."""
-    from headrace.kernels import dealing, decode_attention
+    from headrace.kernels import dealing
 
     monkeypatch.setattr(TritonKernels, "sharing_pays_bytes", 1)
     monkeypatch.setattr(dealing, "MIN_SPAN", 8)
-    monkeypatch.setattr(decode_attention, "MIN_SPAN", 8)
     model, requests = tiny(tmp_path), crowd(prompts=(90,), max_tokens=3)
     prompt = np.random.default_rng(5).integers(0, VOCAB, 40).astype(np.int32)
     requests += [

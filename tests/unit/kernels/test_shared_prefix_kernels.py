@@ -179,7 +179,8 @@ def test_it_does_not_matter_who_is_last_with_a_row(monkeypatch, heads, lengths, 
     [
         pytest.param(Heads(4, 2, 32, 32), [3064, 1064], 6, id="a share of several heads"),
         pytest.param(Heads(2, 1, 32, 32), [3064, 65, 65, 65, 65], 10, id="one row that is far longer"),
-        pytest.param(Heads(2, 1, 80, 80, HALF), [65, 1607], 8, id="spans of other tiles than the prefix's"),
+        pytest.param(Heads(2, 1, 80, 80, HALF), [65, 1089], 24, id="spans of other tiles than the prefix's"),
+        pytest.param(Heads(2, 1, 80, 80, HALF), [65, 4161], 24, id="fewer spans used than listed"),
     ],
 )
 def test_both_kernels_know_how_many_spans_a_row_has(monkeypatch, heads, lengths, at_once):
