@@ -33,6 +33,8 @@ from headrace.models.uploads import to_pinned
 _NO_SLOTS = np.zeros(0, dtype=np.int64)
 _CLEARLY_QUICKER = 0.98
 _TIMED_REPLAYS = 2
+_NUM_LONG = 5
+"""Parts of a batch's inputs that are of 64 bits."""
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -85,9 +87,6 @@ def _parts(inputs: Any, size: int, num_spans: int, int32: Any, float32: Any) -> 
     blocks, lengths, temperatures, span_rows, firsts, *shared = found
     told = Spans(span_rows, firsts), SharedPrefixes(*shared)
     return _Parts._make((*long, blocks, lengths, temperatures.view(float32), *told))
-
-
-_NUM_LONG = 5
 
 
 def _short_lengths(size: int, num_spans: int) -> tuple[int, ...]:
