@@ -28,7 +28,7 @@ from headrace.trainers.blocks import DecoderBlocks
 from headrace.trainers.head import add_head_weight_gradient, head_input_gradient, head_logits
 from headrace.trainers.logprobs import row_tensors, token_logprobs
 from headrace.trainers.master_weights import MasterWeights
-from headrace.trainers.placement import Offload
+from headrace.trainers.placement import HOST_MOMENTS, Offload
 from headrace.trainers.streamed_adamw import StreamedAdamW
 from headrace.trainers.torch_trainer import TorchTrainer
 from headrace.trainers.whole_head import HeadLogprobs
@@ -209,7 +209,7 @@ class NoSender:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("offload", ["none", "moments"])
+@pytest.mark.parametrize("offload", ["none", "first_moments", "moments"])
 def test_a_checkpoint_restores_weights_moments_and_policy(tmp_path: Path, offload: Offload) -> None:
     samples = random_samples(
         StepWorkload(num_groups=2, group_size=4, prompt_tokens=20, completion_tokens=10), vocab_size=500
@@ -244,11 +244,12 @@ def test_a_checkpoint_restores_weights_moments_and_policy(tmp_path: Path, offloa
         for key, value in first.optimizer.state[mine].items():
             restored = second.optimizer.state[other][key]
             assert torch.equal(value, restored)
-            on_host = offload == "moments" and key != "step"
+            on_host = key in HOST_MOMENTS.get(offload, ())
             assert restored.is_pinned() == value.is_pinned() == on_host and value.is_cuda != on_host
 
 
-def test_streamed_moments_give_the_bits_of_moments_on_the_gpu() -> None:
+@pytest.mark.parametrize("on_host", HOST_MOMENTS.values(), ids=HOST_MOMENTS)
+def test_streamed_moments_give_the_bits_of_moments_on_the_gpu(on_host: tuple[str, ...]) -> None:
     """Pieces outnumber slots, so that each slot is used again while copies are under way."""
     shapes = [(1000, 333), (4096,), (777, 512), (50,), (2000, 1000)]
     plain, streamed = ([nn.Parameter(torch.empty(s, device="cuda")) for s in shapes] for _ in range(2))
@@ -256,7 +257,7 @@ def test_streamed_moments_give_the_bits_of_moments_on_the_gpu() -> None:
         for one, other in zip(plain, streamed, strict=True):
             other.copy_(one.normal_())
     first = torch.optim.AdamW(plain, fused=True, lr=0.01, weight_decay=0.1)
-    second = StreamedAdamW(streamed, piece_numel=2**18, lr=0.01, weight_decay=0.1)
+    second = StreamedAdamW(streamed, piece_numel=2**18, on_host=on_host, lr=0.01, weight_decay=0.1)
     for _ in range(5):
         for one, other in zip(plain, streamed, strict=True):
             one.grad = torch.randn_like(one)

@@ -370,6 +370,7 @@ def test_syntax_error_names_the_line(tmp_path):
         (["trainer.ranks=4", "trainer.expert_ranks=3"], ["trainer.expert_ranks", "trainer.ranks = 4"]),
         (["trainer.ranks=2", "run.launcher=inline"], ["trainer.ranks", "run.launcher = local"]),
         (["trainer.ranks=2", "trainer.offload=moments"], ["trainer.offload", "trainer.ranks is 2"]),
+        (["trainer.ranks=2", "trainer.offload=first_moments"], ["trainer.offload is first_moments"]),
         (["trainer.offload=moments", "lora.rank=4"], ["trainer.offload", "lora.rank is 4", "or all"]),
         (["weights.bundle=delta", "lora.rank=4"], ["weights.bundle is delta", "lora.rank is 4", "= auto"]),
         (["trainer.warmup_steps=101"], ["trainer.warmup_steps", "run.steps = 100"]),

@@ -21,6 +21,7 @@ PeerPython = Annotated[
         help="with --against: the interpreter of another environment, with Headrace and the peer in it"
     ),
 ]
+Offloaded = Annotated[str, typer.Option(help="trainer.offload: none, first_moments, moments or all")]
 bench = typer.Typer(help="Measure Headrace on this machine, side by side with a peer.", no_args_is_help=True)
 
 
@@ -88,13 +89,14 @@ def bench_train(
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     groups: Annotated[int, typer.Option(min=1, help="of 8 rollouts of 256 + 512 tokens")] = 64,
     row_tokens: Annotated[int, typer.Option(min=1, help="trainer.row_tokens")] = 16384,
-    host_moments: Annotated[bool, typer.Option(help="trainer.offload = moments")] = False,
+    offload: Offloaded = "none",
     json_file: JsonFile = None,
     show_traceback: Traceback = False,
 ) -> None:
     """Forward, backward and optimizer on a GPU, with and without shared prefixes."""
     from headrace.bench import train
     from headrace.bench.step_workload import StepWorkload
+    from headrace.config import from_dict
 
     _require_gpu("bench train")
     figures = train.run(
@@ -103,7 +105,7 @@ def bench_train(
         repeats=repeats,
         optimizer=optimizer,
         row_tokens=row_tokens,
-        host_moments=host_moments,
+        offload=from_dict({"trainer.offload": offload}).trainer.offload,
     )
     output().print(train.table(figures))
     _write("train", json_file, figures)
@@ -142,7 +144,7 @@ def bench_step(
     max_lag: Annotated[int, typer.Option(min=0)] = 0,
     steps: Annotated[int, typer.Option(min=1)] = 5,
     row_tokens: Annotated[int, typer.Option(min=1, help="trainer.row_tokens")] = 12288,
-    offload: Annotated[str, typer.Option(help="trainer.offload: none, moments or all")] = "none",
+    offload: Offloaded = "none",
     json_file: JsonFile = None,
     show_traceback: Traceback = False,
 ) -> None:

@@ -30,6 +30,7 @@ from headrace.models import flash
 from headrace.models.joined_linear import JoinedLinear
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.blocks import decoder_layers
+from headrace.trainers.placement import Offload
 from headrace.trainers.torch_trainer import TorchTrainer
 from headrace.types import NO_KV, Sample, TrainBatch
 
@@ -62,7 +63,7 @@ def run(
     optimizer: bool = True,
     sharing: Sequence[bool] = (False, True),
     eager: bool = False,
-    host_moments: bool = False,
+    offload: Offload = "none",
     device: str = "cuda",
 ) -> dict[str, Any]:
     """All figures as plain numbers. Without ``optimizer`` only forward and backward are run, which leaves
@@ -74,7 +75,7 @@ def run(
         model = create_random_model(shape, device=device)
         case = measure(
             model, workload, row_tokens=row_tokens, repeats=repeats, optimizer=optimizer, share=share,
-            eager=eager, host_moments=host_moments,
+            eager=eager, offload=offload,
         )  # fmt: skip
         case["mfu"] = case["model_flops"] / case["forward_backward_s"] / rate
         cases.append(case)
@@ -103,7 +104,7 @@ def measure(
     optimizer: bool,
     share: bool,
     eager: bool = False,
-    host_moments: bool = False,
+    offload: Offload = "none",
 ) -> dict[str, Any]:
     """The figures of one model, which is used up."""
     on_gpu = model.device.type == "cuda"
@@ -111,8 +112,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     trainer = TorchTrainer(
         model, sender=NoSender(), ledger=TimeLedger(TRAINER_ACTIVITIES), row_tokens=row_tokens,
-        compute_dtype="bf16", share_prefixes=share, eager=eager, 
-        offload="moments" if host_moments else "none",
+        compute_dtype="bf16", share_prefixes=share, eager=eager, offload=offload,
     )  # fmt: skip
     samples = random_samples(workload, vocab_size=model.get_input_embeddings().num_embeddings)
     rows = pack(samples, row_tokens=row_tokens, share_prefixes=share)

@@ -27,6 +27,8 @@ _NOBODY = "none"
 SNAPSHOT = "snapshot:"
 """How the text of a teacher begins that is the policy itself, some versions back."""
 _DATASET_OPTIONS = ("split", "subset")
+_MOMENTS = ("first_moments", "moments")
+"""Of `trainer.offload`, what leaves the weights where they are."""
 _COMPARES_ATTEMPTS = ("grpo", "dr-grpo", "rloo", "maxrl", "lite-ppo", "vcpo")
 
 
@@ -174,9 +176,9 @@ def _ranks(s: Settings) -> Iterator[str]:
             f"trainer.ranks is {s.trainer.ranks}, but run.launcher = inline runs everything in one process: set "
             "run.launcher = local, or trainer.ranks = 1."
         )
-    if s.trainer.ranks > 1 and s.trainer.offload == "moments":
+    if s.trainer.ranks > 1 and s.trainer.offload in _MOMENTS:
         yield (
-            f"trainer.offload is moments, which one rank can keep in host memory, but trainer.ranks is "
+            f"trainer.offload is {s.trainer.offload}, which one rank can keep in host memory, but trainer.ranks is "
             f"{s.trainer.ranks}: set trainer.offload = all or none, or trainer.ranks = 1."
         )
     if s.trainer.ranks % s.trainer.expert_ranks:
@@ -374,10 +376,10 @@ def _engine(s: Settings) -> Iterator[str]:
 
 
 def _lora(s: Settings) -> Iterator[str]:
-    if s.lora.rank > 0 and s.trainer.offload == "moments":
+    if s.lora.rank > 0 and s.trainer.offload in _MOMENTS:
         yield (
-            f"trainer.offload is moments, but lora.rank is {s.lora.rank} and an adapter's moments are small: set "
-            "trainer.offload = none, or all to keep the model's weights in host memory too."
+            f"trainer.offload is {s.trainer.offload}, but lora.rank is {s.lora.rank} and an adapter's moments are "
+            "small: set trainer.offload = none, or all to keep the model's weights in host memory too."
         )
     if s.lora.rank == 0 and (s.lora.dora or s.lora.alpha is not None or s.lora.targets != ("all-linear",)):
         yield "lora.rank is 0, which trains the whole model, so the other lora settings do nothing: set it above 0."

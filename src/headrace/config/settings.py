@@ -296,9 +296,9 @@ class TrainerSettings(Section):
     expert_ranks: int = Field(1, ge=1)
     """Ranks that divide the experts of a mixture among themselves and exchange tokens, instead of gathering every
     expert on every rank; divides `trainer.ranks` and the number of experts."""
-    offload: Literal["none", "moments", "all"] = "none"
-    """What the trainer keeps in host memory: AdamW's moments, which pass through the GPU in every update (one rank),
-    or also the float32 weights, whose update then runs on the CPU."""
+    offload: Literal["none", "first_moments", "moments", "all"] = "none"
+    """What the trainer keeps in host memory: the first of AdamW's two moments or both, which pass through the GPU in
+    every update (one rank), or also the float32 weights, whose update then runs on the CPU."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates each batch is split into."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

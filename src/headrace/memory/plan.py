@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -29,6 +29,7 @@ from headrace.memory.trainer import TrainerPlan, trainer_bytes
 from headrace.memory.uses import Purpose, Use, total
 from headrace.model_paths import found_model
 from headrace.models.loading import load_config
+from headrace.trainers.placement import Offload
 
 CONTEXT_BYTES = 600_000_000
 """An allowance for what CUDA and its libraries take for each process on a GPU besides tensors."""
@@ -248,6 +249,6 @@ def _candidates(settings: Settings, plan: MemoryPlan, kind: str) -> Iterator[tup
         yield "engine.kv_tokens", [plan.kv_tokens // part for part in (2, 4, 8)]
     yield "trainer.row_tokens", [plan.row_tokens // part for part in (2, 4, 8, 16)]
     if kind == "cuda":
-        more = ["none", "moments", "all"] if settings.trainer.ranks == 1 else ["none", "all"]
+        more = list(get_args(Offload)) if settings.trainer.ranks == 1 else ["none", "all"]
         yield "trainer.offload", more[more.index(settings.trainer.offload) + 1 :]
         yield "trainer.ranks", [settings.trainer.ranks * factor for factor in (2, 4, 8)]

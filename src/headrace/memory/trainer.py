@@ -16,8 +16,9 @@ from headrace.memory.architecture import Architecture, TokenBytes
 from headrace.memory.uses import Purpose
 from headrace.trainers.blocks import USABLE_SHARE, layers_to_recompute
 from headrace.trainers.logprobs import head_bytes, slope_tokens
-from headrace.trainers.placement import Offload
+from headrace.trainers.placement import HOST_MOMENTS, Offload
 from headrace.trainers.sharded_weights import may_hold
+from headrace.trainers.streamed_adamw import MOMENTS
 
 Bytes = dict[Purpose, int]
 
@@ -97,13 +98,15 @@ def _alone(model: Architecture, plan: TrainerPlan) -> tuple[Bytes, Bytes]:
             "moments": 8 * trained,
         }, {}
     held: Bytes = {"weights, float32": 4 * num, "gradients": 4 * num}
-    moments: Bytes = {"moments": 8 * num}
+    num_on_host = len(HOST_MOMENTS.get(plan.offload, ())) if plan.on_gpu else 0
+    if on_device := 4 * (len(MOMENTS) - num_on_host) * num:
+        held["moments"] = on_device
     if plan.dtype != torch.float32:
         held["weights, computed with"] = width * num
     if plan.with_reference:
         held["reference"] = width * num
     # An update, in which they pass through the GPU, comes when activations are gone.
-    return (held, moments) if plan.offload == "moments" and plan.on_gpu else (held | moments, {})
+    return held, {"moments": 4 * num_on_host * num} if num_on_host else {}
 
 
 def _spread(model: Architecture, plan: TrainerPlan, device_bytes: int) -> tuple[Bytes, Bytes]:

@@ -10,7 +10,7 @@ backward reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from headrace.models.float_residual import residual_dtype
 from headrace.trainers.forward_check import probe_sample
 from headrace.trainers.logprobs import RowTensors, decoder_output, head_bytes, row_tensors, slope_tokens
 from headrace.trainers.ranks import ALONE, Ranks
+from headrace.trainers.streamed_adamw import MOMENTS
 
 PROBE_TOKENS = 1024
 MAX_GRAPHS = 64
@@ -157,16 +158,18 @@ def bytes_of_a_step(
     dtype: torch.dtype,
     on_gpu: bool,
     own_gradient: bool = True,
+    host_moments: Sequence[str] = (),
 ) -> int:
-    """What a step with rows of ``num_tokens`` allocates besides the layers' activations: gradients, moments not
-    yet there (None: there will be none), and what the output head ``head_VH`` needs, computed in ``dtype``, with
-    its ``own_gradient`` or with that of a master. Of weights that are spread over ranks only this rank's part
-    counts."""
+    """What a step with rows of ``num_tokens`` allocates besides the layers' activations: gradients, moments that are
+    not yet there and not ``host_moments`` (no optimizer: there will be none), and what the output head ``head_VH``
+    needs, computed in ``dtype``, with its ``own_gradient`` or with that of a master. Of weights that are spread over
+    ranks only this rank's part counts."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(4 * _own_numel(weight) for weight in weights)
     moments = 0
     if optimizer is not None:
-        moments = sum(8 * _own_numel(weight) for weight in weights if weight not in optimizer.state)
+        each = 4 * (len(MOMENTS) - len(host_moments))
+        moments = sum(each * _own_numel(weight) for weight in weights if weight not in optimizer.state)
     head = head_bytes(
         num_tokens,
         vocab_size=head_VH.shape[0],

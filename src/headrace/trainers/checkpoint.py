@@ -203,7 +203,7 @@ def _restore_optimizer(directory: Path, weights: Weights, optimizer: torch.optim
         name, _, key = label.rpartition(":")
         parameter = parameters[name]
         rows = weights.own_rows(name) if tensor.shape else None
-        optimizer.state[parameter][key] = weights.placed_like(parameter, tensor.rows(rows))
+        optimizer.state[parameter][key] = weights.placed_like(parameter, tensor.rows(rows), key)
 
 
 def _rng_tensors() -> dict[str, torch.Tensor]:

@@ -52,8 +52,8 @@ class MasterWeights:
     head_master: torch.Tensor | None = None
     """The float32 weight of the output head, whose gradient the head adds to by itself; None: the policy's head
     is the one that is trained, or none is."""
-    host_moments = False
-    """Whether the optimizer keeps its moments in host memory."""
+    host_moments: tuple[str, ...] = ()
+    """Those of the optimizer's moments that lie in host memory."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self.model = self.policy = model
@@ -122,9 +122,9 @@ class MasterWeights:
         """This rank's part of something the optimizer keeps."""
         return state
 
-    def placed_like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """The reverse of ``local_of``, where the optimizer keeps it."""
-        if self.host_moments and local.ndim:
+    def placed_like(self, parameter: torch.Tensor, local: torch.Tensor, key: str) -> torch.Tensor:
+        """The reverse of ``local_of``, where the optimizer keeps what it calls ``key``."""
+        if key in self.host_moments:
             return local.pin_memory() if parameter.is_cuda else local
         return local.to(parameter.device)
 

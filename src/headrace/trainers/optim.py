@@ -7,6 +7,7 @@ step, so that a resumed run needs no scheduler state. Matrices decay, vectors (n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -27,9 +28,9 @@ def build_adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    host_moments: bool = False,
+    host_moments: Sequence[str] = (),
 ) -> torch.optim.AdamW:
-    """``host_moments``: they lie in host memory, whatever the parameters are on."""
+    """``host_moments``: those of ``MOMENTS`` that lie in host memory, whatever the parameters are on."""
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -41,7 +42,7 @@ def build_adamw(
         for (is_matrix, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
     ]
     if host_moments:
-        return StreamedAdamW(described, lr=learning_rate, betas=betas, eps=eps)
+        return StreamedAdamW(described, lr=learning_rate, betas=betas, eps=eps, on_host=host_moments)
     return torch.optim.AdamW(described, lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 

@@ -28,8 +28,8 @@ class TrainOptions:
     expert_ranks: int = 1
     """Groups of so many ranks divide a mixture's experts."""
     offload: Offload = "none"
-    """Keep the optimizer's moments in host memory, for a process that trains alone, or all float32 weights and
-    optimizer state, for ranks with a process group."""
+    """Keep the optimizer's moments, or the first of each weight's two, in host memory, for a process that trains alone,
+    or all float32 weights and optimizer state, for ranks with a process group."""
     loss: str = "ppo"
     aggregation: Aggregation = "token-mean"
     max_tokens: int | None = None

@@ -6,6 +6,7 @@ needs one. The model is checked before it is given away, while one rank still ha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -24,11 +25,14 @@ from headrace.trainers.master_weights import MasterWeights, compute_copy
 from headrace.trainers.ranks import Ranks
 from headrace.trainers.sharded_adapter import ShardedAdapterWeights
 from headrace.trainers.sharded_weights import ShardedWeights, hollow_copy
+from headrace.trainers.streamed_adamw import MOMENTS
 
 Weights = MasterWeights | ShardedWeights
 Adapters = AdapterWeights | ShardedAdapterWeights
 """Weights that are an adapter's alone."""
-Offload = Literal["none", "moments", "all"]
+Offload = Literal["none", "first_moments", "moments", "all"]
+HOST_MOMENTS: Mapping[Offload, tuple[str, ...]] = {"first_moments": MOMENTS[:1], "moments": MOMENTS}
+"""The moments that lie in host memory by themselves; with ``all`` they do beside the weights."""
 
 
 def place_weights(
@@ -43,10 +47,10 @@ def place_weights(
 ) -> tuple[Weights, Weights | None]:
     """Ranks without a device of their own are one process that trains alone. With ``lora`` no copy is needed: the
     policy without its adapter is the reference."""
-    if offload == "moments" and (lora is not None or ranks.device is not None):
+    if offload in HOST_MOMENTS and (lora is not None or ranks.device is not None):
         raise ConfigError(
-            "trainer.offload: moments alone are kept in host memory for a whole model on one rank: set it to all, or "
-            "trainer.ranks = 1 and lora.rank = 0"
+            f"trainer.offload: {offload} alone are kept in host memory for a whole model on one rank: set it to all, "
+            "or trainer.ranks = 1 and lora.rank = 0"
         )
     in_host = offload == "all"
     keep_float_residual(model)
@@ -65,7 +69,7 @@ def place_weights(
         ), None
     if ranks.device is None:
         masters, reference = _on_one_device(model, dtype, with_reference)
-        masters.host_moments = offload == "moments"
+        masters.host_moments = HOST_MOMENTS.get(offload, ())
         return masters, reference
     slices = None
     if with_reference:

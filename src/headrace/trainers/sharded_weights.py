@@ -40,7 +40,7 @@ class ShardedWeights:
     """``model`` holds this rank's slices; ``policy`` is the same model, gathered layer by layer."""
 
     head_master = None
-    host_moments = False
+    host_moments: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class ShardedWeights:
         """This rank's part of a tensor, or of something the optimizer keeps."""
         return state.to_local() if isinstance(state, DTensor) else state
 
-    def placed_like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    def placed_like(self, parameter: torch.Tensor, local: torch.Tensor, key: str) -> torch.Tensor:
         """The reverse of ``local_of``, sliced as the parameter it belongs to."""
         local = local.to(parameter.device)
         if not isinstance(parameter, DTensor) or not local.ndim:

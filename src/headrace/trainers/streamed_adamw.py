@@ -1,24 +1,30 @@
-"""AdamW whose moments lie in host memory.
+"""AdamW whose moments, or the first ones of them, lie in host memory.
 
 In: parameters with gradients. Out: what ``torch.optim.AdamW(fused=True)`` makes of them, bit for bit. On a GPU the
-moments pass through it in pieces: while one piece is updated, the next is on its way in and the last on its way
-out, each on a stream of its own, so that a step waits for the copies in one direction and for little else. The
-pieces lie where activations have been, since a step has none of them any more. Elsewhere host memory is where the
+moments in host memory pass through it in pieces: while one piece is updated, the next is on its way in and the last
+on its way out, each on a stream of its own, so that a step waits for the copies in one direction and for little else.
+The pieces lie where activations have been, since a step has none of them any more. Elsewhere host memory is where the
 parameters are, and nothing is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-PIECE_NUMEL = 2**26
-"""Parameters of a piece: half a gigabyte of moments."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PIECE_NUMEL = 2**24
+"""Parameters of a piece, whose moments are 128 MB: much for a copy, and little where the first piece on its way in and
+the last on its way out have to be waited for."""
 _NUM_SLOTS = 3
 """Pieces on the device at once: one on its way in, one that is updated, one on its way out."""
+
+
+_Moments = tuple[torch.Tensor, torch.Tensor]
+"""The first and the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +33,8 @@ class _Span:
 
     parameter: torch.Tensor
     gradient: torch.Tensor
-    moments: tuple[torch.Tensor, torch.Tensor]
-    """The first and the second, in host memory."""
+    moments: _Moments
+    """Wherever they lie."""
     step: torch.Tensor
 
     @property
@@ -39,8 +45,16 @@ class _Span:
 class StreamedAdamW(torch.optim.AdamW):
     """Its state has the keys and shapes of AdamW's own."""
 
-    def __init__(self, *args: Any, piece_numel: int = PIECE_NUMEL, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        on_host: Sequence[str] = MOMENTS,
+        piece_numel: int = PIECE_NUMEL,
+        **kwargs: Any,
+    ) -> None:
+        """``on_host``: those of ``MOMENTS`` that lie in host memory; the others are where the parameters are."""
         super().__init__(*args, fused=True, **kwargs)
+        self._on_host = tuple(name in on_host for name in MOMENTS)
         self._piece_numel = piece_numel
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
@@ -64,10 +78,13 @@ class StreamedAdamW(torch.optim.AdamW):
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                for name in ("exp_avg", "exp_avg_sq"):
+                for name, on_host in zip(MOMENTS, self._on_host, strict=True):
                     # A GPU reads and writes pinned memory by itself.
                     state[name] = torch.zeros(
-                        parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda
+                        parameter.shape,
+                        dtype=parameter.dtype,
+                        device="cpu" if on_host else parameter.device,
+                        pin_memory=on_host and parameter.is_cuda,
                     )
         if parameters:
             torch._foreach_add_([self.state[parameter]["step"] for parameter in parameters], 1)
@@ -79,7 +96,7 @@ class StreamedAdamW(torch.optim.AdamW):
         for parameter in parameters:
             assert parameter.grad is not None
             state, start = self.state[parameter], 0
-            flat = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
+            flat = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
             flat = [tensor.view(-1) for tensor in flat]
             while start < parameter.numel():
                 stop = min(start + room, parameter.numel())
@@ -101,39 +118,45 @@ class StreamedAdamW(torch.optim.AdamW):
         main = torch.cuda.current_stream(device)
         longest = max(sum(span.numel for span in piece) for piece in pieces)
         # Taken on the main stream, whose freed memory is there; a side stream would be given memory of its own.
-        slots = [torch.empty(2, longest, device=device) for _ in range(min(_NUM_SLOTS, len(pieces)))]
+        num_slots, num_moments = min(_NUM_SLOTS, len(pieces)), sum(self._on_host)
+        slots = [torch.empty(num_moments, longest, device=device) for _ in range(num_slots)]
         arriving.wait_stream(main)
         left: list[torch.cuda.Event] = []
         for index, piece in enumerate(pieces):
             if index >= len(slots):
                 arriving.wait_event(left[index - len(slots)])
-            visiting = _laid_out(slots[index % len(slots)], piece)
+            there = self._laid_out(slots[index % len(slots)], piece)
+            visits = [
+                (host, guest)
+                for span, moments in zip(piece, there, strict=True)
+                for host, guest in zip(span.moments, moments, strict=True)
+                if guest is not host
+            ]
             with torch.cuda.stream(arriving):
-                for span, there in zip(piece, visiting, strict=True):
-                    for host, guest in zip(span.moments, there, strict=True):
-                        guest.copy_(host, non_blocking=True)
+                for host, guest in visits:
+                    guest.copy_(host, non_blocking=True)
             main.wait_stream(arriving)
-            _update(piece, visiting, group)
+            _update(piece, there, group)
             leaving.wait_stream(main)
             with torch.cuda.stream(leaving):
-                for span, there in zip(piece, visiting, strict=True):
-                    for host, guest in zip(span.moments, there, strict=True):
-                        host.copy_(guest, non_blocking=True)
+                for host, guest in visits:
+                    host.copy_(guest, non_blocking=True)
             left.append(leaving.record_event())
         # The slots' memory is used again by whatever the main stream does next.
         main.wait_stream(leaving)
 
+    def _laid_out(self, slot: torch.Tensor, piece: list[_Span]) -> list[_Moments]:
+        """A piece's moments on the device: in the slot, one span after the other, or where they lie anyway."""
+        sizes = [span.numel for span in piece]
+        rows = iter(slot)
+        first, second = (
+            next(rows)[: sum(sizes)].split(sizes) if on_host else tuple(span.moments[i] for span in piece)
+            for i, on_host in enumerate(self._on_host)
+        )
+        return list(zip(first, second, strict=True))
 
-def _laid_out(slot: torch.Tensor, piece: list[_Span]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A piece's moments on the device, one span after the other."""
-    sizes = [span.numel for span in piece]
-    first, second = (row[: sum(sizes)].split(sizes) for row in slot)
-    return list(zip(first, second, strict=True))
 
-
-def _update(
-    piece: list[_Span], moments: list[tuple[torch.Tensor, torch.Tensor]], group: dict[str, Any]
-) -> None:
+def _update(piece: list[_Span], moments: list[_Moments], group: dict[str, Any]) -> None:
     beta1, beta2 = group["betas"]
     torch._fused_adamw_(
         [span.parameter for span in piece],

@@ -407,11 +407,12 @@ class TorchTrainer:
         step_bytes = bytes_of_a_step(
             self.model,
             head_VH,
-            self.optimizer if update_follows and not self._weights.host_moments else None,
+            self.optimizer if update_follows else None,
             num_tokens=num_tokens,
             dtype=self._weights.dtype,
             on_gpu=self._device.type == "cuda",
             own_gradient=self._weights.head_master is None,
+            host_moments=self._weights.host_moments,
         )
         self.blocks.fit(
             num_tokens,

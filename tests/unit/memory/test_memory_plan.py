@@ -78,6 +78,17 @@ def test_a_whole_run_takes_what_it_was_seen_to_take():
     assert in_use / 1e9 == pytest.approx(51.9, rel=0.05)
 
 
+def test_moments_lie_where_they_are_put():
+    def moments(offload: str) -> tuple[int, int]:
+        uses = [u for u in gpu_plan(trainer__offload=offload).uses if u.purpose == "moments"]
+        return tuple(sum(u.num_bytes for u in uses if u.place == place) for place in ("GPU 0", HOST))
+
+    num = published("qwen2-1.5b").num_weights
+    assert moments("none") == (8 * num, 0)
+    assert moments("first_moments") == (4 * num, 4 * num)
+    assert moments("moments") == (0, 8 * num)
+
+
 def test_where_memory_is_short_layers_are_recomputed_until_it_fits():
     roomy, tight = (
         gpu_plan(device_bytes=size, trainer__row_tokens=13077, engine__kv_tokens=16384)

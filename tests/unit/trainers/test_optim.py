@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch import nn
 
 from headrace.errors import ConfigError
 from headrace.trainers.optim import build_adamw, check_schedule, rate_factor
-from headrace.trainers.streamed_adamw import StreamedAdamW
+from headrace.trainers.streamed_adamw import MOMENTS, StreamedAdamW
+
+SHAPES = [(16, 7), (16,), (3, 16), (48,), (33,)]
 
 
 def test_schedules_warm_up_then_follow_their_curve() -> None:
@@ -41,18 +44,20 @@ def test_only_matrices_decay() -> None:
     torch.testing.assert_close(module.bias.detach(), before["bias"])
 
 
+@pytest.mark.parametrize("on_host", [MOMENTS, MOMENTS[:1]], ids=["both", "first"])
 @pytest.mark.parametrize("piece_numel", [16, 48, 10_000])
-def test_moments_in_host_memory_give_the_bits_of_plain_adamw(piece_numel: int) -> None:
+def test_moments_in_host_memory_give_the_bits_of_plain_adamw(
+    piece_numel: int, on_host: tuple[str, ...]
+) -> None:
     """However parameters are cut: several to a piece, or several pieces of one."""
     torch.manual_seed(0)
-    shapes = [(16, 7), (16,), (3, 16), (48,), (33,)]
-    plain, streamed = ([nn.Parameter(torch.empty(shape)) for shape in shapes] for _ in range(2))
+    plain, streamed = ([nn.Parameter(torch.empty(shape)) for shape in SHAPES] for _ in range(2))
     with torch.no_grad():
         for one, other in zip(plain, streamed, strict=True):
             other.copy_(one.normal_())
     settings = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1}
     first = torch.optim.AdamW(plain, fused=True, **settings)
-    second = StreamedAdamW(streamed, piece_numel=piece_numel, **settings)
+    second = StreamedAdamW(streamed, piece_numel=piece_numel, on_host=on_host, **settings)
     for step in range(3):
         for index, (one, other) in enumerate(zip(plain, streamed, strict=True)):
             # A parameter without a gradient is left alone and does not count the step.
@@ -63,4 +68,43 @@ def test_moments_in_host_memory_give_the_bits_of_plain_adamw(piece_numel: int) -
     for one, other in zip(plain, streamed, strict=True):
         assert torch.equal(one, other)
         assert list(first.state[one]) == list(second.state[other])
+        assert all(torch.equal(value, second.state[other][key]) for key, value in first.state[one].items())
+
+
+class OneStream:
+    """Everything in the order it is asked for, as on a GPU that has one stream."""
+
+    def __init__(self, device: object = None) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self) -> None: ...
+
+
+@pytest.mark.parametrize("on_host", [MOMENTS, MOMENTS[:1]], ids=["both", "first"])
+def test_moments_that_pass_through_a_device_in_pieces_give_the_bits_of_plain_adamw(
+    monkeypatch: pytest.MonkeyPatch, on_host: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", OneStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", OneStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    torch.manual_seed(0)
+    plain, streamed = ([nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES] for _ in range(2))
+    first = torch.optim.AdamW(plain, fused=True, lr=0.01)
+    second = StreamedAdamW(streamed, piece_numel=48, on_host=on_host, lr=0.01)
+    (group,) = second.param_groups
+    for _ in range(3):
+        for one, other in zip(plain, streamed, strict=True):
+            one.grad = torch.randn(one.shape)
+            other.grad = one.grad.clone()
+        first.step()
+        second._count(streamed)
+        pieces = list(second._pieces(streamed))
+        assert len(pieces) > 3, "no slot is used twice"
+        with torch.no_grad():
+            second._stream(pieces, group)
+    for one, other in zip(plain, streamed, strict=True):
+        assert torch.equal(one, other)
         assert all(torch.equal(value, second.state[other][key]) for key, value in first.state[one].items())
