@@ -249,8 +249,12 @@ def test_a_checkpoint_restores_weights_moments_and_policy(tmp_path: Path, offloa
 
 
 @pytest.mark.parametrize("on_host", HOST_MOMENTS.values(), ids=HOST_MOMENTS)
-def test_streamed_moments_give_the_bits_of_moments_on_the_gpu(on_host: tuple[str, ...]) -> None:
-    """Pieces outnumber slots, so that each slot is used again while copies are under way."""
+@pytest.mark.parametrize("num_brought", [0, 2, 5, 100])
+def test_streamed_moments_give_the_bits_of_moments_on_the_gpu(
+    num_brought: int, on_host: tuple[str, ...]
+) -> None:
+    """Pieces outnumber slots, so that each slot is used again while copies are under way; and what leaves in one step
+    is still under way when the next begins."""
     shapes = [(1000, 333), (4096,), (777, 512), (50,), (2000, 1000)]
     plain, streamed = ([nn.Parameter(torch.empty(s, device="cuda")) for s in shapes] for _ in range(2))
     with torch.no_grad():
@@ -262,9 +266,11 @@ def test_streamed_moments_give_the_bits_of_moments_on_the_gpu(on_host: tuple[str
         for one, other in zip(plain, streamed, strict=True):
             one.grad = torch.randn_like(one)
             other.grad = one.grad.clone()
+        for part in (num_brought // 2, num_brought):
+            second.bring(part * 2**18 * 4 * len(on_host))
         first.step()
         second.step()
-    torch.cuda.synchronize()
+    second.settle()
     for one, other in zip(plain, streamed, strict=True):
         assert torch.equal(one, other)
         for key, value in first.state[one].items():

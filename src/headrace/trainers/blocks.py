@@ -10,7 +10,8 @@ backward reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from headrace.trainers.logprobs import RowTensors, decoder_output, head_bytes, r
 from headrace.trainers.ranks import ALONE, Ranks
 from headrace.trainers.streamed_adamw import MOMENTS
 
+_TellRoom = Callable[[int], None]
 PROBE_TOKENS = 1024
 MAX_GRAPHS = 64
 USABLE_SHARE = 0.92
@@ -51,6 +53,7 @@ class DecoderBlocks:
         self.num_recomputed = 0
         self.slope_tokens = 0
         """Loss tokens of a row for whose slopes of logits there is memory besides."""
+        self._tell_room: _TellRoom | None = None
         self._model, self._ranks = model, ranks
         self._device = ranks.device or model.device
         self._hidden = hidden or partial(decoder_output, model)
@@ -98,11 +101,35 @@ class DecoderBlocks:
         del kept
         return bytes_kept / PROBE_TOKENS
 
+    @contextmanager
+    def telling_room(
+        self, told: Callable[[int], None], *, num_tokens: int, slope_bytes: int
+    ) -> Iterator[None]:
+        """Around the forward of a row of ``num_tokens``, which keeps ``slope_bytes`` for the backward of the head. As
+        the backward comes to each layer it tells how much of what the forward had kept is free by then, and will not
+        be needed: less a layer's share, which a layer's backward may take, or compute again."""
+        layer_bytes = (self.bytes_per_token or 0.0) * num_tokens / max(len(self._layers), 1)
+
+        def tell(index: int) -> None:
+            num_done = len(self._layers) - 1 - max(index, self.num_recomputed - 1)
+            told(max(0, int(slope_bytes + layer_bytes * (num_done - 1))))
+
+        self._tell_room = tell
+        try:
+            yield
+        finally:
+            self._tell_room = None
+
     def _recomputing(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if index >= self.num_recomputed or not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+                out = forward(*args, **kwargs)
+            else:
+                out = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            hidden = out if isinstance(out, torch.Tensor) else out[0]
+            if (tell := self._tell_room) is not None and hidden.requires_grad:
+                hidden.register_hook(lambda _: tell(index))
+            return out
 
         return call
 

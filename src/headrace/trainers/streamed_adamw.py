@@ -1,45 +1,45 @@
 """AdamW whose moments, or the first ones of them, lie in host memory.
 
 In: parameters with gradients. Out: what ``torch.optim.AdamW(fused=True)`` makes of them, bit for bit. On a GPU the
-moments in host memory pass through it in pieces: while one piece is updated, the next is on its way in and the last
-on its way out, each on a stream of its own, so that a step waits for the copies in one direction and for little else.
-The pieces lie where activations have been, since a step has none of them any more. Elsewhere host memory is where the
-parameters are, and nothing is copied.
+moments in host memory pass through it in pieces, on a stream of their own for either direction, and a step waits for
+as little of that as can be. While the last gradients are computed, ``bring`` begins with as many pieces as the memory
+that becomes free has room for; while one piece is updated, the next is on its way in; and what is on its way out
+nobody waits for before ``settle``, which is for who reads moments or needs the memory that they leave. Elsewhere host
+memory is where the parameters are, and nothing is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from headrace.trainers.moment_pieces import Piece, cut, numel
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PIECE_NUMEL = 2**24
-"""Parameters of a piece, whose moments are 128 MB: much for a copy, and little where the first piece on its way in and
-the last on its way out have to be waited for."""
+"""Parameters of a piece, whose moments are 128 MB: much for a copy, and little where the first has to be waited for."""
 _NUM_SLOTS = 3
-"""Pieces on the device at once: one on its way in, one that is updated, one on its way out."""
-
+"""Pieces on the device at once: one on its way in, one that is updated, one on its way out. More, where more were
+brought before."""
 
 _Moments = tuple[torch.Tensor, torch.Tensor]
-"""The first and the second."""
+"""The first and the second of a span."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """A run of one parameter's numbers, as flat views."""
+class _Visit:
+    """A piece whose moments are on the device, or on their way there."""
 
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-    moments: _Moments
-    """Wherever they lie."""
-    step: torch.Tensor
-
-    @property
-    def numel(self) -> int:
-        return self.parameter.numel()
+    slot: torch.Tensor
+    moments: list[_Moments]
+    """In the slot, or where they lie anyway."""
+    guests: list[tuple[torch.Tensor, torch.Tensor]]
+    """In host memory, and in the slot."""
+    arrived: torch.cuda.Event
 
 
 class StreamedAdamW(torch.optim.AdamW):
@@ -57,22 +57,60 @@ class StreamedAdamW(torch.optim.AdamW):
         self._on_host = tuple(name in on_host for name in MOMENTS)
         self._piece_numel = piece_numel
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        self._cut: dict[int, tuple[list[torch.Tensor], list[Piece]]] = {}
+        """By group, the parameters that were updated last, and their pieces."""
+        self._early: list[_Visit] = []
+        self._early_of: list[Piece] = []
+        """Pieces of the first group, of the first of which there are visits."""
+        self._left: torch.cuda.Event | None = None
+        """When the moments of the last update have left; None: there was none."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. On a GPU the moments have left it when its stream has come
-        to the end of what is launched here."""
-        for group in self.param_groups:
+        """Update every parameter that has a gradient. On a GPU they are updated when its stream has come to the end of
+        what is launched here, and the moments leave it after that."""
+        for number, group in enumerate(self.param_groups):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             self._count(parameters)
-            pieces = list(self._pieces(parameters))
-            if pieces and parameters[0].is_cuda:
+            pieces = self._pieces(number, parameters)
+            if pieces and _is_apart(parameters[0]):
                 self._stream(pieces, group)
             else:
                 for piece in pieces:
-                    _update(piece, [span.moments for span in piece], group)
+                    self._update(piece, self._moments(piece, None), group)
+        if self._streams is not None:
+            self._left = self._streams[1].record_event()
 
-    def _count(self, parameters: list[torch.Tensor]) -> None:
+    @torch.no_grad()
+    def bring(self, num_bytes: int) -> None:
+        """Begin with the moments of the coming update, as far as so much memory, counted from the first call, has room
+        for them. It is taken to be of the parameters that were updated last."""
+        parameters, pieces = self._cut.get(0, ([], []))
+        if not pieces or not _is_apart(parameters[0]) or not all(self.state[p] for p in parameters):
+            return
+        num_more = min(num_bytes // self._slot_bytes(pieces), len(pieces)) - len(self._early)
+        if num_more <= 0:
+            return
+        try:
+            slots = self._new_slots(pieces, num_more)
+        except torch.OutOfMemoryError:
+            # It is free, but lies in too small parts: the update brings the rest.
+            return
+        self._early_of = pieces
+        for slot in slots:
+            self._early.append(self._arrive(pieces[len(self._early)], slot, None))
+
+    def settle(self) -> None:
+        """Returns when the moments of the last update are back in host memory."""
+        if self._left is not None:
+            self._left.synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also sends away what was brought for an update that is not to be."""
+        super().zero_grad(set_to_none)
+        self._take_early([])
+
+    def _count(self, parameters: Sequence[torch.Tensor]) -> None:
         """One more step of each parameter, whose moments are made at its first."""
         for parameter in parameters:
             state = self.state[parameter]
@@ -89,87 +127,112 @@ class StreamedAdamW(torch.optim.AdamW):
         if parameters:
             torch._foreach_add_([self.state[parameter]["step"] for parameter in parameters], 1)
 
-    def _pieces(self, parameters: list[torch.Tensor]) -> Iterator[list[_Span]]:
-        """Parameters in order, cut so that every piece but the last is full."""
-        piece: list[_Span] = []
-        room = self._piece_numel
-        for parameter in parameters:
-            assert parameter.grad is not None
-            state, start = self.state[parameter], 0
-            flat = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
-            flat = [tensor.view(-1) for tensor in flat]
-            while start < parameter.numel():
-                stop = min(start + room, parameter.numel())
-                weight, gradient, first, second = (tensor[start:stop] for tensor in flat)
-                piece.append(_Span(weight, gradient, (first, second), state["step"]))
-                room -= stop - start
-                start = stop
-                if not room:
-                    yield piece
-                    piece, room = [], self._piece_numel
-        if piece:
-            yield piece
+    def _pieces(self, number: int, parameters: list[torch.Tensor]) -> list[Piece]:
+        """The very same list as in the step before, where the parameters are the same."""
+        before, pieces = self._cut.get(number, ([], []))
+        if list(map(id, before)) != list(map(id, parameters)):
+            pieces = list(cut(parameters, self._piece_numel))
+            self._cut[number] = parameters, pieces
+        return pieces
 
-    def _stream(self, pieces: list[list[_Span]], group: dict[str, Any]) -> None:
-        device = pieces[0][0].parameter.device
-        if self._streams is None:
-            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        arriving, leaving = self._streams
-        main = torch.cuda.current_stream(device)
-        longest = max(sum(span.numel for span in piece) for piece in pieces)
-        # Taken on the main stream, whose freed memory is there; a side stream would be given memory of its own.
-        num_slots, num_moments = min(_NUM_SLOTS, len(pieces)), sum(self._on_host)
-        slots = [torch.empty(num_moments, longest, device=device) for _ in range(num_slots)]
-        arriving.wait_stream(main)
-        left: list[torch.cuda.Event] = []
+    def _stream(self, pieces: list[Piece], group: dict[str, Any]) -> None:
+        early = self._take_early(pieces)
+        main, _, leaving = self._all_streams(pieces)
+        num_new = min(_NUM_SLOTS, len(pieces)) - len(early)
+        free: deque[tuple[torch.Tensor, torch.cuda.Event | None]]
+        free = deque((slot, None) for slot in self._new_slots(pieces, max(num_new, 0)))
         for index, piece in enumerate(pieces):
-            if index >= len(slots):
-                arriving.wait_event(left[index - len(slots)])
-            there = self._laid_out(slots[index % len(slots)], piece)
-            visits = [
-                (host, guest)
-                for span, moments in zip(piece, there, strict=True)
-                for host, guest in zip(span.moments, moments, strict=True)
-                if guest is not host
-            ]
-            with torch.cuda.stream(arriving):
-                for host, guest in visits:
-                    guest.copy_(host, non_blocking=True)
-            main.wait_stream(arriving)
-            _update(piece, there, group)
+            visit = early[index] if index < len(early) else self._arrive(piece, *free.popleft())
+            main.wait_event(visit.arrived)
+            self._update(piece, visit.moments, group)
             leaving.wait_stream(main)
             with torch.cuda.stream(leaving):
-                for host, guest in visits:
-                    host.copy_(guest, non_blocking=True)
-            left.append(leaving.record_event())
-        # The slots' memory is used again by whatever the main stream does next.
-        main.wait_stream(leaving)
+                for own, guest in visit.guests:
+                    own.copy_(guest, non_blocking=True)
+            # Until then its memory is not used again.
+            visit.slot.record_stream(leaving)
+            free.append((visit.slot, leaving.record_event()))
 
-    def _laid_out(self, slot: torch.Tensor, piece: list[_Span]) -> list[_Moments]:
-        """A piece's moments on the device: in the slot, one span after the other, or where they lie anyway."""
-        sizes = [span.numel for span in piece]
-        rows = iter(slot)
-        first, second = (
-            next(rows)[: sum(sizes)].split(sizes) if on_host else tuple(span.moments[i] for span in piece)
+    def _take_early(self, pieces: list[Piece]) -> list[_Visit]:
+        """What was brought, for the pieces it was brought for; for others it was in vain, and nothing is left."""
+        early, self._early = self._early, []
+        if pieces is self._early_of:
+            return early
+        for visit in early:
+            visit.slot.record_stream(self._all_streams(self._early_of)[1])
+        return []
+
+    def _arrive(self, piece: Piece, slot: torch.Tensor, free: torch.cuda.Event | None) -> _Visit:
+        """``free``: when the last piece has left the slot; None: there was none."""
+        _, arriving, _ = self._all_streams([piece])
+        if free is not None:
+            arriving.wait_event(free)
+        at_home, there = self._moments(piece, None), self._moments(piece, slot)
+        guests = [
+            (host[i], guest[i])
+            for host, guest in zip(at_home, there, strict=True)
             for i, on_host in enumerate(self._on_host)
+            if on_host
+        ]
+        with torch.cuda.stream(arriving):
+            for own, guest in guests:
+                guest.copy_(own, non_blocking=True)
+        return _Visit(slot, there, guests, arriving.record_event())
+
+    def _new_slots(self, pieces: list[Piece], count: int) -> list[torch.Tensor]:
+        """Taken on the main stream, whose freed memory is there; a side stream would be given memory of its own."""
+        shape, device = (sum(self._on_host), numel(pieces[0])), pieces[0][0].parameter.device
+        slots = [torch.empty(shape, device=device) for _ in range(count)]
+        main, arriving, _ = self._all_streams(pieces)
+        arriving.wait_stream(main)
+        if self._left is not None:
+            # Until then they are on their way to where these come from.
+            arriving.wait_event(self._left)
+        return slots
+
+    def _slot_bytes(self, pieces: list[Piece]) -> int:
+        return sum(self._on_host) * numel(pieces[0]) * pieces[0][0].parameter.element_size()
+
+    def _moments(self, piece: Piece, slot: torch.Tensor | None) -> list[_Moments]:
+        """Of a piece's spans, those in host memory in the slot, one behind the other; None: all where they lie."""
+        sizes = [span.numel for span in piece]
+        rows = iter(() if slot is None else slot)
+        first, second = (
+            next(rows)[: sum(sizes)].split(sizes)
+            if on_host and slot is not None
+            else [span.of(self.state[span.parameter][name]) for span in piece]
+            for name, on_host in zip(MOMENTS, self._on_host, strict=True)
         )
         return list(zip(first, second, strict=True))
 
+    def _all_streams(
+        self, pieces: Sequence[Piece]
+    ) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
+        """The one that computes, and one for either direction."""
+        device = pieces[0][0].parameter.device
+        if self._streams is None:
+            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        return torch.cuda.current_stream(device), *self._streams
 
-def _update(piece: list[_Span], moments: list[_Moments], group: dict[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
-    torch._fused_adamw_(
-        [span.parameter for span in piece],
-        [span.gradient for span in piece],
-        [first for first, _ in moments],
-        [second for _, second in moments],
-        [],
-        [span.step for span in piece],
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=False,
-    )
+    def _update(self, piece: Piece, moments: list[_Moments], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        torch._fused_adamw_(
+            [span.of(span.parameter) for span in piece],
+            [span.of(span.parameter.grad) for span in piece],
+            [first for first, _ in moments],
+            [second for _, second in moments],
+            [],
+            [self.state[span.parameter]["step"] for span in piece],
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+def _is_apart(parameter: torch.Tensor) -> bool:
+    """Whether host memory is another one than the parameter's."""
+    return parameter.is_cuda

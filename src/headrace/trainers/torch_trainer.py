@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from headrace.trainers.placement import Adapters, place_weights
 from headrace.trainers.ranks import ALONE, Ranks
 from headrace.trainers.routes import RouteTally, route_replay
 from headrace.trainers.rows import train_rows, with_cutoff, without_truncated
+from headrace.trainers.streamed_adamw import StreamedAdamW
 from headrace.types import BundleKind, Sample, StepResult, TrainBatch, WeightManifest
 
 _NOTHING = "no loss tokens"
@@ -258,6 +259,7 @@ class TorchTrainer:
 
     def save(self, directory: Path) -> None:
         with self.ledger.activity("checkpoint"):
+            self._settle()
             save_state(
                 directory,
                 weights=self._weights,
@@ -374,7 +376,8 @@ class TorchTrainer:
         records = []
         for index, row in enumerate(self._keeping_slopes(rows)):
             self._weights.begin_row(is_last=index == len(rows) - 1)
-            with self._balance or nullcontext():
+            brings = update_follows and index == len(rows) - 1
+            with self._balance or nullcontext(), self._bringing_moments(row) if brings else nullcontext():
                 policy = row_logprobs(self._weights, row, compared=compared)
             outcome = self._with_balance(self.objective(policy.sampled_N, row.inputs), row)
             if distillation is not None:
@@ -402,6 +405,7 @@ class TorchTrainer:
     def _fit(self, rows: Sequence[TrainRow], *, update_follows: bool = True) -> None:
         """Choose which layers are recomputed in the backward, so that these rows fit into memory, and what is
         kept besides."""
+        self._settle()
         num_tokens = most_tokens(rows)
         head_VH = self.policy.get_output_embeddings().weight
         step_bytes = bytes_of_a_step(
@@ -425,6 +429,24 @@ class TorchTrainer:
         kept = self.blocks.slope_tokens
         for row in rows:
             yield replace(row, tensors=replace(row.tensors, slope_tokens=kept))
+
+    def _bringing_moments(self, row: TrainRow) -> AbstractContextManager[None]:
+        """Around the forward of a step's last row, in whose backward moments come from the host to where activations
+        were."""
+        if not isinstance(self.optimizer, StreamedAdamW):
+            return nullcontext()
+        tensors, head_VH = row.tensors, self.policy.get_output_embeddings().weight
+        num_kept = min(tensors.slope_tokens, tensors.targets_N.numel()) if tensors.kept is None else 0
+        return self.blocks.telling_room(
+            self.optimizer.bring,
+            num_tokens=tensors.token_ids_T.numel(),
+            slope_bytes=num_kept * head_VH.shape[0] * self._weights.dtype.itemsize,
+        )
+
+    def _settle(self) -> None:
+        """Moments of the last update are where they belong, and what they left is free memory."""
+        if isinstance(self.optimizer, StreamedAdamW):
+            self.optimizer.settle()
 
     def _with_balance(self, outcome: RowOutcome, row: TrainRow) -> RowOutcome:
         if self._balance is None:
@@ -454,5 +476,6 @@ class TorchTrainer:
                 self._weights.refresh()
             self.optimizer.zero_grad(set_to_none=True)
             if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+                # Not the device: moments are on their way back to the host, and nobody needs them yet.
+                torch.cuda.current_stream(self._device).synchronize()
             return norm, reason

@@ -66,12 +66,12 @@ def sender() -> MemorySender:
 
 @pytest.fixture
 def make_model() -> Callable[..., LlamaForCausalLM]:
-    def make(seed: int = 0, *, tied: bool = True) -> LlamaForCausalLM:
+    def make(seed: int = 0, *, tied: bool = True, num_layers: int = 2) -> LlamaForCausalLM:
         config = LlamaConfig(
             vocab_size=VOCAB_SIZE,
             hidden_size=32,
             intermediate_size=64,
-            num_hidden_layers=2,
+            num_hidden_layers=num_layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             initializer_range=0.15,

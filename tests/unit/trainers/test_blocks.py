@@ -55,6 +55,29 @@ def test_recomputed_layers_give_the_same_bits(
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("num_recomputed", "expected"), [(0, [0, 500, 1500]), (1, [0, 500, 1500]), (2, [0, 500, 500])]
+)
+def test_the_backward_tells_what_memory_it_has_freed(
+    make_model: Callable[..., PreTrainedModel],
+    make_batch: Callable[..., TrainBatch],
+    num_recomputed: int,
+    expected: list[int],
+) -> None:
+    """Of three layers that keep 1,000 bytes each, the last first; layers that are recomputed have kept nothing."""
+    (row,) = pack(make_batch(num_samples=2).samples, row_tokens=10_000)
+    tensors, model, told = row_tensors(row, device="cpu"), make_model(num_layers=3), []
+    use_packed_attention(model)
+    blocks = DecoderBlocks(model, compiled=False)
+    blocks.num_recomputed, blocks.bytes_per_token = num_recomputed, 3.0
+    with blocks.telling_room(told.append, num_tokens=1000, slope_bytes=500):
+        logprobs, _ = token_logprobs(model, tensors)
+    token_logprobs(model, tensors)[0].sum().backward()
+    assert not told, "this forward was outside"
+    logprobs.sum().backward()
+    assert told == expected
+
+
 def test_what_layers_keep_is_divided_by_the_tokens_that_were_computed(
     make_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

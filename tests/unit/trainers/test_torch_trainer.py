@@ -291,7 +291,27 @@ def test_metrics_against_their_definitions(
     assert metrics["masked_fraction"] == metrics["clip_fraction_low"] + metrics["clip_fraction_high"] > 0
 
 
-@pytest.mark.parametrize("offload", ["none", "moments"])
+def test_moments_are_brought_in_the_backward_of_a_steps_last_row(
+    build: Build, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    trainer = build(offload="moments", row_tokens=16)
+    monkeypatch.setattr(trainer.optimizer, "bring", lambda room: log.append("brought"))
+    monkeypatch.setattr(trainer.optimizer, "settle", lambda: log.append("settled"))
+    value = trainer._weights.values
+    monkeypatch.setattr(trainer._weights, "values", lambda row: (log.append("row"), value(row))[1])
+    result = trainer.step(make_batch())
+    num_rows = int(result.metrics["num_rows"])
+    assert num_rows > 2
+    # Once for each of two layers.
+    assert log == ["settled", *["row"] * num_rows, "brought", "brought"]
+    log.clear()
+    for rows in trainer.prepare(make_batch(step=2)):
+        trainer.accumulate(rows, before_update=True, update_follows=False)
+    assert "brought" not in log
+
+
+@pytest.mark.parametrize("offload", ["none", "first_moments", "moments"])
 def test_resume_is_bit_exact(
     tmp_path: Path, build: Build, make_model: MakeModel, make_batch: MakeBatch, offload: str
 ) -> None:

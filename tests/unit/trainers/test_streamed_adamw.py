@@ -1,0 +1,270 @@
+"""Moments that pass through a device, over streams that are simulated: copies and updates are queued, and done in any
+order that the waits between streams allow, different in every run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headrace.trainers import streamed_adamw
+from headrace.trainers.streamed_adamw import MOMENTS, StreamedAdamW
+
+SHAPES = [(16, 7), (16,), (3, 16), (48,), (200, 2), (90, 16), (33,)]
+PIECE = 48
+"""Whole vectors of the processor, since what is left over after them is rounded otherwise."""
+SLOT_BYTES = 2 * PIECE * 4
+
+
+class Event:
+    def __init__(self, device: Device, stream: Stream, index: int) -> None:
+        self._device, self._stream, self._index = device, stream, index
+
+    @property
+    def is_done(self) -> bool:
+        return self._stream.num_done >= self._index
+
+    def synchronize(self) -> None:
+        self._device.run(lambda: self.is_done)
+
+
+class Stream:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.queue: list[Event | Callable[[], object]] = []
+        self.num_done = 0
+        self.speed = device.chance.choice((1.0, 0.01))
+        device.streams.append(self)
+
+    @property
+    def is_ready(self) -> bool:
+        if self.num_done == len(self.queue):
+            return False
+        first = self.queue[self.num_done]
+        return not isinstance(first, Event) or first.is_done
+
+    def advance(self) -> None:
+        first = self.queue[self.num_done]
+        if not isinstance(first, Event):
+            first()
+        self.num_done += 1
+
+    def record_event(self) -> Event:
+        return Event(self._device, self, len(self.queue))
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.append(event)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+
+class Device:
+    """Its streams, of which any that need not wait goes on, some of them hardly ever."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.streams: list[Stream] = []
+        self.main = Stream(self)
+        self.copying: Stream | None = None
+        self.num_copies = 0
+        self.slots: set[int] = set()
+        self.kept: set[int] = set()
+        """Addresses of memory that was taken, and of such that is not to be taken again before a stream is done."""
+
+    def run(self, until: Callable[[], bool]) -> None:
+        while not until():
+            ready = [stream for stream in self.streams if stream.is_ready]
+            assert ready, "every stream waits for another"
+            (chosen,) = self.chance.choices(ready, [stream.speed for stream in ready])
+            chosen.advance()
+
+    def finish_main(self) -> None:
+        """Of the others some may be done, and some not."""
+        self.run(lambda: self.main.num_done == len(self.main.queue))
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        self.copying = stream
+        try:
+            yield
+        finally:
+            self.copying = None
+
+
+@pytest.fixture(params=range(8))
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    made, copy, empty = Device(request.param), torch.Tensor.copy_, torch.empty
+
+    def queued(to: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+        stream = made.copying
+        if stream is None:
+            return copy(to, source)
+        stream.queue.append(lambda: copy(to, source))
+        made.num_copies += 1
+        return to
+
+    def taken(*shape: Any, **given: Any) -> torch.Tensor:
+        """Memory to which whatever had it before still writes."""
+        slot = empty(*shape, **given)
+        made.slots.add(slot.data_ptr())
+        made.main.queue.append(lambda: slot.fill_(torch.nan))
+        return slot
+
+    monkeypatch.setattr(torch, "empty", taken)
+    monkeypatch.setattr(torch.Tensor, "copy_", queued)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda slot, stream: made.kept.add(slot.data_ptr()))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda place: Stream(made))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda place: made.main)
+    monkeypatch.setattr(torch.cuda, "stream", made.on)
+    monkeypatch.setattr(streamed_adamw, "_is_apart", lambda parameter: True)
+    return made
+
+
+class Queued(StreamedAdamW):
+    """Updates when the main stream comes to it."""
+
+    device: Device
+
+    def _update(self, *given: Any) -> None:
+        gradients = {span.parameter: span.parameter.grad for span in given[0]}
+
+        def update() -> None:
+            with torch.no_grad():
+                for parameter, gradient in gradients.items():
+                    parameter.grad = gradient
+                super(Queued, self)._update(*given)
+
+        self.device.main.queue.append(update)
+
+
+def build(device: Device, on_host: tuple[str, ...]) -> tuple[list[nn.Parameter], torch.optim.AdamW, Queued]:
+    """Parameters of both, and of groups with and without decay."""
+    torch.manual_seed(0)
+    plain = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    streamed = [nn.Parameter(parameter.detach().clone()) for parameter in plain]
+
+    def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": parameters[2:], "weight_decay": 0.1}, {"params": parameters[:2]}]
+
+    second = Queued(groups(streamed), piece_numel=PIECE, on_host=on_host, lr=0.01)
+    second.device = device
+    return [*plain, *streamed], torch.optim.AdamW(groups(plain), fused=True, lr=0.01), second
+
+
+def give_gradients(parameters: list[nn.Parameter], *, leave_out: int | None = None) -> None:
+    half = len(parameters) // 2
+    for index, (one, other) in enumerate(zip(parameters[:half], parameters[half:], strict=True)):
+        one.grad = None if index == leave_out else torch.randn(one.shape)
+        other.grad = None if one.grad is None else one.grad.clone()
+
+
+def check_alike(parameters: list[nn.Parameter], first: torch.optim.AdamW, second: Queued) -> None:
+    half = len(parameters) // 2
+    for one, other in zip(parameters[:half], parameters[half:], strict=True):
+        assert torch.equal(one, other)
+        assert list(first.state[one]) == list(second.state[other])
+        assert all(torch.equal(value, second.state[other][key]) for key, value in first.state[one].items())
+
+
+@pytest.mark.parametrize("on_host", [MOMENTS, MOMENTS[:1]], ids=["both", "first"])
+@pytest.mark.parametrize("early", [(), (1,), (2, 5), (1, 1, 4, 9), (1000,)], ids=str)
+def test_whatever_is_brought_early_the_bits_are_those_of_plain_adamw(
+    device: Device, early: tuple[int, ...], on_host: tuple[str, ...]
+) -> None:
+    """``early``: numbers of pieces, of some fifty."""
+    parameters, first, second = build(device, on_host)
+    for _ in range(4):
+        give_gradients(parameters)
+        for num_pieces in early:
+            second.bring(num_pieces * SLOT_BYTES * len(on_host) // 2)
+        first.step()
+        second.step()
+        device.finish_main()
+        second.zero_grad()
+    second.settle()
+    check_alike(parameters, first, second)
+    assert device.kept == device.slots
+    num_spans = sum(len(piece) for _, pieces in second._cut.values() for piece in pieces)
+    assert device.num_copies == 4 * 2 * num_spans * len(on_host), "in and out, each moment once a step"
+
+
+def test_room_is_counted_from_the_first_call(device: Device) -> None:
+    parameters, _, second = build(device, MOMENTS)
+    give_gradients(parameters)
+    second.bring(4 * SLOT_BYTES)
+    assert not second._early, "there are no moments before the first step"
+    second.step()
+    second.zero_grad()
+    for room, brought in ((0, 0), (SLOT_BYTES - 1, 0), (SLOT_BYTES, 1), (SLOT_BYTES, 1), (4 * SLOT_BYTES, 4)):
+        second.bring(room)
+        assert len(second._early) == brought
+
+
+def test_nothing_is_brought_where_moments_are_missing(device: Device) -> None:
+    """As after a checkpoint that holds none of a parameter."""
+    parameters, _, second = build(device, MOMENTS)
+    give_gradients(parameters)
+    second.step()
+    device.finish_main()
+    second.settle()
+    del second.state[parameters[-1]]
+    second.bring(9 * SLOT_BYTES)
+    assert not second._early
+
+
+def test_what_was_brought_for_other_parameters_is_not_used(device: Device) -> None:
+    """One that had a gradient has none now, and the pieces are cut elsewhere."""
+    parameters, first, second = build(device, MOMENTS)
+    for leave_out in (None, 3, None):
+        if leave_out is None:
+            give_gradients(parameters)
+            second.bring(5 * SLOT_BYTES)
+        else:
+            second.bring(5 * SLOT_BYTES)
+            give_gradients(parameters, leave_out=leave_out)
+        first.step()
+        second.step()
+        device.finish_main()
+    second.settle()
+    check_alike(parameters, first, second)
+
+
+def test_an_update_that_is_not_to_be_leaves_nothing_behind(device: Device) -> None:
+    parameters, first, second = build(device, MOMENTS)
+    for skipped in (False, True, False):
+        give_gradients(parameters)
+        second.bring(7 * SLOT_BYTES)
+        if not skipped:
+            first.step()
+            second.step()
+            device.finish_main()
+        second.zero_grad()
+        assert not second._early and device.kept == device.slots
+    second.settle()
+    check_alike(parameters, first, second)
+
+
+def test_memory_that_lies_in_too_small_parts_is_no_fault(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters, first, second = build(device, MOMENTS)
+    for _ in range(2):
+        give_gradients(parameters)
+        with monkeypatch.context() as patched:
+            patched.setattr(Queued, "_new_slots", _no_room)
+            second.bring(7 * SLOT_BYTES)
+        first.step()
+        second.step()
+        device.finish_main()
+    second.settle()
+    check_alike(parameters, first, second)
+
+
+def _no_room(*_: object) -> list[torch.Tensor]:
+    raise torch.OutOfMemoryError
