@@ -4,15 +4,17 @@ In: per-token values of every row of this rank. Out: plain numbers for people, o
 far the trainer is from the engine (``mismatch_*``, ``behavior_kl``, ``effective_samples``) is measured before
 the step's first update only; ``mismatch_*`` moreover on fresh tokens only, where the weights are equal and
 any gap is the engine's. ``masked_by_*`` say which share of the tokens each cause left out, ``lag_share_*`` how the
-tokens' lags are spread, ``version_span_*`` over how many versions a sequence was sampled.
+tokens' lags are spread, ``version_span_*`` over how many versions a sequence was sampled. A GPU has nothing to do
+meanwhile, so rows are put together first: what follows is a few launches, however many there are.
 
 Legend: N loss tokens of a row, S its sequences, C columns.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,29 +37,33 @@ class RowRecord:
     """As in ``logprobs.TokenValues``."""
 
 
+_NOTHING_S = torch.zeros(0, dtype=torch.float64)
 LAG_BUCKETS = ((0, 0), (1, 1), (2, 3), (4, 7), (8, None))
 """First and last lag of each share that is told."""
 
 
 def step_metrics(
-    records: Sequence[RowRecord], objective: Objective, ranks: Ranks = ALONE, *, num_updates: int = 1
+    records: Sequence[RowRecord],
+    objective: Objective,
+    ranks: Ranks = ALONE,
+    *,
+    behavior: Mapping[str, float],
+    num_updates: int = 1,
 ) -> dict[str, float]:
-    """Empty when no row had a loss token. Each of ``num_updates`` minibatches is normalised by itself, so of the losses
-    the mean over them is told."""
+    """Empty when no row had a loss token. ``behavior`` is what ``behavior_metrics`` said of the same step. Each of
+    ``num_updates`` minibatches is normalised by itself, so of the losses the mean over them is told."""
     causes = objective.causes
-    columns = [_token_columns(record, causes) for record in records]
-    tokens_NC = ranks.join(_joined(columns, columns=6 + len(causes)))
+    tokens_NC = ranks.join(_token_columns(records, causes))
     outcomes = [record.outcome for record in records]
     names = objective.component_names
     sums = ranks.totals(
-        float(sum(outcome.loss.detach().double() for outcome in outcomes)),
-        float(sum(outcome.balance for outcome in outcomes if outcome.balance is not None)),
-        float(sum(outcome.distillation for outcome in outcomes if outcome.distillation is not None)),
-        *(float(sum(o.values[name].double() for o in outcomes if name in o.values)) for name in names),
+        total_of(outcome.loss.detach() for outcome in outcomes),
+        total_of(outcome.balance for outcome in outcomes),
+        total_of(outcome.distillation for outcome in outcomes),
+        *(total_of(outcome.values.get(name) for outcome in outcomes) for name in names),
     )
     loss, balance, divergence, *values = (total / num_updates for total in sums)
-    spans_S = ranks.join(_joined([_version_spans(record.inputs) for record in records]))
-    behavior = behavior_metrics(starts(records), ranks)
+    spans_S = ranks.join(_version_spans([record.inputs for record in records]))
     if not len(tokens_NC):
         return {}
     entropy_N, lags_N, low_N, high_N, capped_N, mass_N, *masked = tokens_NC.unbind(1)
@@ -83,20 +89,36 @@ def step_metrics(
     }
 
 
-def _token_columns(record: RowRecord, causes: Sequence[str]) -> torch.Tensor:
-    """float64 [N, 6 + causes]: entropy, lag, clipped low, clipped high, capped, mass of the kept set, masked by each
-    cause."""
-    tokens, mass_N = record.outcome.tokens, record.kept_mass_N
-    columns = (
-        record.entropy_N,
-        record.inputs.lags_N,
-        tokens.clipped_low_T,
-        tokens.clipped_high_T,
-        record.outcome.capped_N,
-        torch.full_like(record.entropy_N, torch.nan) if mass_N is None else mass_N,
-        *(record.outcome.masked[cause] for cause in causes),
-    )
-    return torch.stack([column.double() for column in columns], dim=1)
+def _token_columns(records: Sequence[RowRecord], causes: Sequence[str]) -> torch.Tensor:
+    """float64 [N, 6 + causes] of all rows: entropy, lag, clipped low, clipped high, capped, mass of the kept set,
+    masked by each cause."""
+    if not records:
+        return torch.zeros(0, 6 + len(causes), dtype=torch.float64)
+
+    by_row = [
+        (
+            record.entropy_N,
+            record.inputs.lags_N,
+            record.outcome.tokens.clipped_low_T,
+            record.outcome.tokens.clipped_high_T,
+            record.outcome.capped_N,
+            _kept_mass(record),
+            *(record.outcome.masked[cause] for cause in causes),
+        )
+        for record in records
+    ]
+    return torch.stack([torch.cat(column).double() for column in zip(*by_row, strict=True)], dim=1)
+
+
+def _kept_mass(record: RowRecord) -> torch.Tensor:
+    mass_N = record.kept_mass_N
+    return torch.full_like(record.entropy_N, torch.nan) if mass_N is None else mass_N
+
+
+def total_of(values: Iterable[torch.Tensor | None]) -> float:
+    """Of single numbers, those that are there."""
+    known = [value for value in values if value is not None]
+    return float(torch.stack(known).double().sum()) if known else 0.0
 
 
 def _kept_metrics(mass_N: torch.Tensor) -> dict[str, float]:
@@ -116,22 +138,24 @@ def _lag_metrics(lags_N: torch.Tensor) -> dict[str, float]:
     return metrics
 
 
-def _version_spans(row: LossInputs) -> torch.Tensor:
+def _version_spans(rows: Sequence[LossInputs]) -> torch.Tensor:
     """float64 [S] of sequences with loss tokens: newest version less oldest."""
-    lags_N = row.lags_N.double()
-    oldest_S = lags_N.new_full((row.num_sequences,), -math.inf).scatter_reduce_(
-        0, row.sequence_N, lags_N, "amax"
-    )
-    newest_S = lags_N.new_full((row.num_sequences,), math.inf).scatter_reduce_(
-        0, row.sequence_N, lags_N, "amin"
+    if not rows:
+        return _NOTHING_S
+    lags_N = torch.cat([row.lags_N for row in rows]).double()
+    sequence_N, num_sequences = _numbered(rows)
+    oldest_S, newest_S = (
+        lags_N.new_full((num_sequences,), start).scatter_reduce_(0, sequence_N, lags_N, which)
+        for start, which in ((-math.inf, "amax"), (math.inf, "amin"))
     )
     return (oldest_S - newest_S)[oldest_S.isfinite()]
 
 
-def _joined(parts: Sequence[torch.Tensor], *, columns: int | None = None) -> torch.Tensor:
-    """float64, the rows of all parts; none where there are no parts."""
-    empty = torch.zeros(0, dtype=torch.float64) if columns is None else torch.zeros(0, columns).double()
-    return torch.cat(list(parts)) if parts else empty
+def _numbered(rows: Sequence[LossInputs]) -> tuple[torch.Tensor, int]:
+    """The sequence of each token, counted through all rows, and how many there are."""
+    *firsts, num_sequences = itertools.accumulate((row.num_sequences for row in rows), initial=0)
+    pairs = zip(rows, firsts, strict=True)
+    return torch.cat([row.sequence_N + first for row, first in pairs]), num_sequences
 
 
 def starts(records: Sequence[RowRecord]) -> list[tuple[torch.Tensor, LossInputs]]:
@@ -148,16 +172,7 @@ def behavior_metrics(
     starts: Sequence[tuple[torch.Tensor, LossInputs]], ranks: Ranks = ALONE
 ) -> dict[str, float]:
     """How far the weights a step starts from are from those that sampled its tokens; empty without tokens."""
-    gaps: list[torch.Tensor] = []
-    log_weights: list[torch.Tensor] = []
-    for start_N, row in starts:
-        gap_N = (start_N - row.behavior_logprobs_N).double()
-        sums_S = gap_N.new_zeros(row.num_sequences).index_add_(0, row.sequence_N, gap_N)
-        has_loss_S = torch.bincount(row.sequence_N, minlength=row.num_sequences) > 0
-        gaps.append(torch.stack([gap_N, (row.lags_N == 0).double()], 1))
-        log_weights.append(sums_S[has_loss_S])
-    gaps_N2 = ranks.join(_joined(gaps, columns=2))
-    log_weights_S = ranks.join(_joined(log_weights))
+    gaps_N2, log_weights_S = (ranks.join(part) for part in _gaps(starts))
     if not len(gaps_N2):
         return {}
     gap_N, fresh_N = gaps_N2[:, 0], gaps_N2[:, 1] > 0
@@ -174,6 +189,21 @@ def behavior_metrics(
             "mismatch_max": float(mismatch.max()),
         }
     return metrics
+
+
+def _gaps(starts: Sequence[tuple[torch.Tensor, LossInputs]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 [N, 2]: of each token how much likelier it is than when it was sampled, and 1 where that was by the same
+    weights. float64 [S]: of each sequence with loss tokens the sum of the former."""
+    if not starts:
+        return torch.zeros(0, 2, dtype=torch.float64), _NOTHING_S
+    rows = [row for _, row in starts]
+    known_N = torch.cat([start_N for start_N, _ in starts])
+    gap_N = (known_N - torch.cat([row.behavior_logprobs_N for row in rows])).double()
+    fresh_N = (torch.cat([row.lags_N for row in rows]) == 0).double()
+    sequence_N, num_sequences = _numbered(rows)
+    sums_S = gap_N.new_zeros(num_sequences).index_add_(0, sequence_N, gap_N)
+    has_loss_S = torch.zeros_like(sums_S, dtype=torch.bool).index_fill_(0, sequence_N, True)
+    return torch.stack([gap_N, fresh_N], 1), sums_S[has_loss_S]
 
 
 def effective_sample_share(log_weights_S: torch.Tensor) -> float:

@@ -41,7 +41,7 @@ from headrace.trainers.device_rows import TrainRow, known_starts, most_tokens
 from headrace.trainers.distilling import row_logprobs
 from headrace.trainers.echo import Echo
 from headrace.trainers.guard import Guard, Verdict
-from headrace.trainers.metrics import RowRecord, behavior_metrics, starts, step_metrics
+from headrace.trainers.metrics import RowRecord, behavior_metrics, starts, step_metrics, total_of
 from headrace.trainers.objective import RowOutcome
 from headrace.trainers.optim import build_adamw, rate_factor, set_learning_rate
 from headrace.trainers.optimal_baseline import over_optimal_baselines
@@ -152,7 +152,7 @@ class TorchTrainer:
             total_steps=options.total_steps,
         )
         self._tally = None if self._replay is None else RouteTally(self._replay)
-        verdict = Verdict()
+        verdict, behavior = Verdict(), dict[str, float]()
         records: list[RowRecord] = []
         norms: list[float] = []
         faults: list[str] = []
@@ -170,7 +170,7 @@ class TorchTrainer:
                 recorded = self.accumulate(rows, before_update=num_updates == 0)
                 records += recorded
                 if index == 0:
-                    verdict = self._judge(recorded, prepared[1:], step=step)
+                    verdict, behavior = self._judge(recorded, prepared[1:], step=step)
                     set_learning_rate(self.optimizer, rate * verdict.rate_factor)
                 norm, reason = self._update(recorded)
                 norms.append(norm)
@@ -183,8 +183,11 @@ class TorchTrainer:
                 num_trained += reason != _NOTHING
                 if reason is not None and reason != _NOTHING:
                     faults.append(name + reason)
+            if len(prepared) > 1:
+                # Of the rows behind the first minibatch more is known than when that was judged.
+                behavior = behavior_metrics(starts(records), self._ranks)
             each = {"num_updates": max(num_trained, 1)}
-            metrics = step_metrics(records, self.objective, self._ranks, **each) | left_out
+            metrics = step_metrics(records, self.objective, self._ranks, behavior=behavior, **each) | left_out
             metrics |= {} if self._tally is None else self._tally.metrics(self._ranks)
             metrics |= {} if self._echo is None else self._echo.metrics(records, self._ranks, **each)
         num_loss_tokens, num_rows = self._ranks.totals(
@@ -208,14 +211,15 @@ class TorchTrainer:
 
     def _judge(
         self, first: Sequence[RowRecord], later: Sequence[Sequence[TrainRow]], *, step: int
-    ) -> Verdict:
-        """What the guard says to the batch, as far as it is known before the first update."""
+    ) -> tuple[Verdict, dict[str, float]]:
+        """What the guard says to the batch, as far as it is known before the first update, and how far the batch is
+        from the policy by that."""
         known = [*starts(first), *(start for rows in later for start in known_starts(rows))]
-        figures = behavior_metrics(known, self._ranks)
+        behavior = figures = behavior_metrics(known, self._ranks)
         if self._tally is not None and self._guard.action != "off":
-            figures |= self._tally.metrics(self._ranks)
+            figures = figures | self._tally.metrics(self._ranks)
         try:
-            return self._guard.judge(figures, step=step)
+            return self._guard.judge(figures, step=step), behavior
         except TrainingError:
             self.optimizer.zero_grad(set_to_none=True)
             raise
@@ -459,7 +463,7 @@ class TorchTrainer:
     def _update(self, records: Sequence[RowRecord]) -> tuple[float, str | None]:
         """Move the weights; returns the gradient norm, and why nothing moved (None: it did)."""
         # Waits for a GPU to finish the backward, so that its time is not charged to the optimizer.
-        own_loss = float(sum(record.outcome.loss.detach() for record in records))
+        own_loss = total_of(record.outcome.loss.detach() for record in records)
         loss, num_rows = self._ranks.totals(own_loss, len(records))
         with self.ledger.activity("optimizer"):
             if not num_rows:
