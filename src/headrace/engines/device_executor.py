@@ -208,16 +208,15 @@ class DeviceExecutor:
         self, flight: DeviceFlight, which: int, slots: np.ndarray, logits_RV: torch.Tensor
     ) -> None:
         """Send the draws of one set on their way to the host."""
-        token_ids_R = self._passes.token_ids[which, : len(slots)]
-        logprobs_R = self._passes.logprobs[which, : len(slots)]
         truncated = np.flatnonzero(self.table.truncates[slots])
         if len(truncated):
             cut = cut_rows(self.table, slots[truncated], truncated, logits_RV.shape[1], self._device)
             draws = self._passes.draw_truncated(which, logits_RV, cut)
             before = sum(len(part) for part in flight.token_ids)
             flight.kept_sets.append(kept_sets(draws, cut, before + truncated, self._reading))
-        flight.token_ids.append(to_host(token_ids_R))
-        flight.logprobs.append(to_host(logprobs_R))
+        token_ids_R, logprobs_R = self._passes.drawn(which, len(slots))
+        flight.token_ids.append(token_ids_R)
+        flight.logprobs.append(logprobs_R)
 
     def _hand_over_routes(self, flight: DeviceFlight, slots: np.ndarray, positions: np.ndarray) -> None:
         """Send the routes of a pass's rows on their way, before the next pass writes over them."""

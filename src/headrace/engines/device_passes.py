@@ -20,7 +20,7 @@ from headrace.engines.device_model import DeviceModel
 from headrace.engines.device_state import DeviceState, PoolAttending
 from headrace.engines.pieces import Piece, PieceLayout, lay_out
 from headrace.engines.prompt_batches import PromptBatch
-from headrace.engines.truncated_draws import CutRows
+from headrace.engines.truncated_draws import CutRows, to_host
 from headrace.kernels.truncation import TruncatedDraws, new_draws
 from headrace.models.uploads import to_pinned
 
@@ -42,9 +42,10 @@ class DevicePasses:
         device = state.device
         self.logits = torch.zeros((max_rows, model.vocab_size), dtype=torch.float32, device=device)
         """Of the pass computed last from a batch, decoding rows or prompts."""
-        # Two sets: a step draws for its decoding rows and for its finished prompts.
-        self.token_ids = torch.zeros((2, max_rows), dtype=torch.int32, device=device)
-        self.logprobs = torch.zeros((2, max_rows), dtype=torch.float32, device=device)
+        # Two sets: a step draws for its decoding rows and for its finished prompts. What a row draws lies in one piece
+        # of memory, which a single copy brings to the host.
+        self._drawn = torch.zeros((2, 2, max_rows), dtype=torch.int32, device=device)
+        self.token_ids, self.logprobs = self._drawn[:, 0], self._drawn[:, 1].view(torch.float32)
 
     def adapters_are(self, adapters: np.ndarray) -> None:
         """Tell the device which adapter each of the scheduler's slots has; passes launched later see it."""
@@ -124,6 +125,12 @@ class DevicePasses:
     def draw_prompts(self, logits_RV: torch.Tensor, slots_R: torch.Tensor, inputs: DrawInputs) -> None:
         """Draw the first token of prompts into the second set."""
         self._draw(1, logits_RV, slots_R, inputs)
+
+    def drawn(self, which: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 and float32 [R], tokens and log-probabilities of a set's first rows, in host memory once the work
+        queued so far is done."""
+        token_ids_R, logprobs_R = to_host(self._drawn[which])[:, :count]
+        return token_ids_R, logprobs_R.view(torch.float32)
 
     def draw_truncated(self, which: int, logits_RV: torch.Tensor, cut: CutRows) -> TruncatedDraws:
         """Draw these rows of a set again, from what truncation leaves of them."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.engines import device_setup, prompt_batches
+from headrace.engines import device_passes, device_setup, prompt_batches
 from headrace.engines.decode_batches import DecodeBatch, bucket_sizes, quickest
 from headrace.engines.device_executor import DeviceExecutor
 from headrace.engines.device_kernels import TorchKernels
@@ -86,6 +86,18 @@ def test_passes_larger_than_every_bucket_are_computed_too(
     assert max(sizes) > 40
     for name, completion in expected.items():
         agree(got[name], completion)
+
+
+def test_what_a_pass_draws_comes_to_the_host_in_one_copy(
+    make_executor, make_request, run_engine, monkeypatch
+):
+    copies, to_host = [], device_passes.to_host
+    monkeypatch.setattr(device_passes, "to_host", lambda drawn: (copies.append(drawn), to_host(drawn))[1])
+    engine = engine_of(make_executor())
+    run_engine(engine, *(make_request(f"r{i}", prompt=5, max_tokens=8) for i in range(3)))
+    # One pass that ends the prompts, then one for each token more.
+    assert len(copies) == 8
+    assert all(drawn.is_contiguous() for drawn in copies)
 
 
 def test_little_room_is_told(make_executor):
