@@ -384,6 +384,31 @@ def test_gate_gradients_at_the_size_of_a_row(num_rows, width):
     assert torch.equal(gate(products, torch.bfloat16), inner)
 
 
+@pytest.mark.parametrize("num_rows", [200, 1000, 9_001])
+@pytest.mark.parametrize(("hidden", "width"), [(896, 4864), (3584, 18944), (520, 1000)])
+def test_the_librarys_gate_gradients_are_those_of_float32(hidden, width, num_rows):
+    from headrace.bench.product_kernels import GRADIENT_TILES
+    from headrace.kernels import gated_library
+    from headrace.kernels.gated import gate_gradients
+
+    if not gated_library.is_installed():
+        pytest.skip("quack-kernels is not installed, or in another version")
+    grad = torch.randn((num_rows, hidden), device=CUDA).bfloat16()
+    down = (torch.randn((hidden, width), device=CUDA) * hidden**-0.5).bfloat16()
+    pairs = torch.randn((num_rows, 2 * width), device=CUDA).bfloat16()
+    exact = pairs.float().requires_grad_()
+    of_gate, up = exact.unflatten(-1, (width, 2)).unbind(-1)
+    value = torch.nn.functional.silu(of_gate) * up
+    value.backward(grad.float() @ down.float())
+    by_pass = gate_gradients(grad @ down, pairs)[0].unflatten(-1, (2, width)).transpose(-1, -2).flatten(-2)
+    error = (by_pass.float() - exact.grad).norm()
+    for tiles in GRADIENT_TILES:
+        grads, inner = gated_library.library_gradients(grad, down, pairs, tiles)
+        # It rounds once less.
+        assert (grads.float() - exact.grad).norm() < error
+        assert (inner.float() - value).norm() / value.norm() < 3e-3
+
+
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(896, 896), (1536, 1536), (8960, 1536), (18944, 3584), (520, 1000)]
 )

@@ -6,7 +6,7 @@ With few rows a product is as fast as its weights are read, with many as its ari
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -21,6 +21,11 @@ GATED_ROWS = (8, 24, 64, 80, 96, 128, 144, 160, 192, 256, 288, 320, 352, 384, 44
 KEPT_ROWS = (8702, 13053)
 """Of a training step, whose products are written down for the backward."""
 ADDED_ROWS = (2, 16, 32, 48, 64)
+GRADIENT_TILES = tuple(
+    gated_tiles.LibraryTiles(rows, columns, in_turns, (2, 1))
+    for rows, columns, in_turns in ((128, 128, True), (128, 160, True), (256, 128, False), (256, 160, False))
+)
+"""Those for which the compiler keeps next to nothing in memory for want of registers."""
 _MANY = 192
 """Rows from which arithmetic counts."""
 
@@ -32,6 +37,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     for rows in KEPT_ROWS:
         yield from gated_products("1.5B", rows, device, keep=True)
         yield from gate_passes("1.5B", rows, device)
+        yield from gradient_products("1.5B", rows, device)
     for rows in ADDED_ROWS:
         for model in SIZES:
             yield from added_products(model, rows, device)
@@ -72,6 +78,28 @@ def gate_passes(model: str, rows: int, device: torch.device) -> Iterator[Case]:
     yield Case(f"gate gradients {model} {rows}", launches, 12.0 * rows * inner, "TB/s")
 
 
+def gradient_products(model: str, rows: int, device: torch.device) -> Iterator[Case]:
+    """The product that makes the gradient of the inner values, with what makes that of gate and up from it."""
+    hidden, inner, _ = SIZES[model]
+    amount, unit = _amount(rows, hidden, inner)
+    copies = cold_copies(2.0 * rows * (hidden + 3 * inner), least=2)
+    down_IW = torch.randn((hidden, inner), device=device).bfloat16()
+    grads = [torch.randn((rows, hidden), device=device).bfloat16() for _ in range(copies)]
+    pairs = [torch.randn((rows, 2 * inner), device=device).bfloat16() for _ in range(copies)]
+
+    def launches(function: Callable[..., object], *more: object) -> list[Callable[[], None]]:
+        return [
+            launching(function, grad, down_IW, kept, *more) for grad, kept in zip(grads, pairs, strict=True)
+        ]
+
+    name = f"gated gradients {model} {rows}"
+    yield Case(name, launches(_product_and_pass), amount, unit)
+    for tiles in GRADIENT_TILES if gated_library.is_installed() else ():
+        of_library = launches(gated_library.library_gradients, tiles)
+        turns = ", in turns" if tiles.in_turns else ""
+        yield Case(f"{name} in {tiles.rows}x{tiles.columns}{turns}", of_library, amount, unit, "quack")
+
+
 def added_products(model: str, rows: int, device: torch.device) -> Iterator[Case]:
     """Those that end attention and feed-forward."""
     hidden, inner, attended = SIZES[model]
@@ -87,6 +115,10 @@ def added_products(model: str, rows: int, device: torch.device) -> Iterator[Case
         add = partial(torch.addmm, out_dtype=torch.float32, out=total_TO)
         of_torch = [launching(add, total_TO, x_TI, weight.t()) for weight in weights]
         yield Case(f"added {name} {model} {rows}", of_torch, amount, unit, "torch")
+
+
+def _product_and_pass(grad_TI: torch.Tensor, down_IW: torch.Tensor, products_TO: torch.Tensor) -> None:
+    gated.gate_gradients(grad_TI @ down_IW, products_TO)
 
 
 def _tiles_tried(

@@ -1,7 +1,9 @@
 """The gated product by quack's kernel for Hopper, where that package is installed (the extra ``flash``).
 
-In: dense rows, the weights of gate and up one behind the other in one matrix, and tiles. Out: as of ``gated``. A kernel
-is compiled when its tiles are first used, for any number of rows and widths, and kept on disk.
+In: dense rows, the weights of gate and up one behind the other in one matrix, and tiles. Out: as of ``gated``. Or in:
+the gradient of what a gated layer adds, and both its products in pairs. Out: their gradients, by a kernel that never
+writes down the product it makes them of. A kernel is compiled when its tiles are first used, for any number of rows and
+widths, and kept on disk.
 
 What is called is nothing that the package promises to keep, so other versions than the one of the extra are left alone.
 
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module, metadata
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -54,13 +56,32 @@ def library_product(
     num_rows, width = x_TI.shape[0], whole_OI.shape[0] // 2
     inner_TW = x_TI.new_empty((num_rows, width))
     products_TO = x_TI.new_empty((num_rows, 2 * width)) if keep else None
-    _launcher(x_TI.device, x_TI.dtype, tiles, keep)(x_TI, whole_OI, products_TO, inner_TW)
+    launch = _launcher(x_TI.device, x_TI.dtype, tiles, "products" if keep else "values")
+    launch(x_TI, whole_OI, products_TO, None, inner_TW)
     return inner_TW, products_TO
+
+
+def library_gradients(
+    grad_TI: torch.Tensor, down_IW: torch.Tensor, products_TO: torch.Tensor, tiles: LibraryTiles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of both products, in pairs as these are, [T, O], and the inner values once more, [T, W]. ``grad_TI`` is
+    that of the inner values times ``down_IW``."""
+    grads_TO = torch.empty_like(products_TO)
+    inner_TW = grad_TI.new_empty((grad_TI.shape[0], down_IW.shape[1]))
+    launch = _launcher(grad_TI.device, grad_TI.dtype, tiles, "gradients")
+    launch(grad_TI, down_IW.t(), grads_TO, products_TO, inner_TW)
+    return grads_TO, inner_TW
+
+
+_Made = Literal["values", "products", "gradients"]
+"""By a kernel: inner values; with them both products; or gradients of these."""
 
 
 class _Library(NamedTuple):
     product: Any
     """Of two matrices, with what is made of each pair of sums."""
+    gradients: Any
+    """Of two matrices, with what is made of each sum and the pair that lies there."""
     launch: Callable[..., None]
     """A product once more, by what its first call has prepared."""
 
@@ -71,32 +92,40 @@ def _library() -> _Library:
         kernels: Any = import_module("quack.cache")
         # Not by its variable of the environment: others may have imported the package before.
         kernels.CACHE_DIR = kernels.CACHE_DIR or folder("quack")
-        make = import_module("quack.epilogue.library").linear_act_mod
-        launch = import_module("quack.gemm_runtime.host").run_gemm_epi_plan
-        return _Library(make("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=False), launch)
+        epilogues = import_module("quack.epilogue.library")
+        return _Library(
+            epilogues.linear_act_mod("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=False),
+            epilogues.dgated_mod("swiglu", has_scale=False, has_reduce=False),
+            import_module("quack.gemm_runtime.host").run_gemm_epi_plan,
+        )
 
 
 @cache
 def _launcher(
-    device: torch.device, dtype: torch.dtype, tiles: LibraryTiles, keep: bool
+    device: torch.device, dtype: torch.dtype, tiles: LibraryTiles, made: _Made
 ) -> Callable[..., None]:
     """Prepares at its first call, which also computes. What is prepared serves all numbers of rows, inputs and
     columns; the package would prepare, and remember, each anew."""
     library = _library()
+    product = library.gradients if made == "gradients" else library.product
     prepared: Any = None
 
     def launch(
-        x_TI: torch.Tensor, whole_OI: torch.Tensor, products_TO: torch.Tensor | None, inner_TW: torch.Tensor
+        left: torch.Tensor,
+        right: torch.Tensor,
+        pairs: torch.Tensor | None,
+        given_pairs: torch.Tensor | None,
+        inner_TW: torch.Tensor,
     ) -> None:
         nonlocal prepared
         if prepared is not None:
-            library.launch(prepared, x_TI, whole_OI, products_TO, None, {_INNER: inner_TW})
+            library.launch(prepared, left, right, pairs, given_pairs, {_INNER: inner_TW})
             return
         with _at_work():
-            prepared = library.product.gemm(
-                x_TI, whole_OI, products_TO, epi_args={_INNER: inner_TW}, tile_M=tiles.rows, tile_N=tiles.columns,
-                cluster_M=tiles.cluster[0], cluster_N=tiles.cluster[1], pingpong=tiles.in_turns,
-                concat_layout=("B",),
+            prepared = product.gemm(
+                left, right, pairs, given_pairs, epi_args={_INNER: inner_TW}, tile_M=tiles.rows,
+                tile_N=tiles.columns, cluster_M=tiles.cluster[0], cluster_N=tiles.cluster[1],
+                pingpong=tiles.in_turns, concat_layout=None if made == "gradients" else ("B",),
             )  # fmt: skip
 
     return launch

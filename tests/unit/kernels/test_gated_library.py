@@ -36,12 +36,13 @@ class Recorded:
         if name == "quack.cache":
             return self.cache
         if name == "quack.epilogue.library":
-            return SimpleNamespace(linear_act_mod=lambda activation, **_: SimpleNamespace(gemm=self.gemm))
+            product = SimpleNamespace(gemm=self.gemm)
+            return SimpleNamespace(linear_act_mod=lambda _, **__: product, dgated_mod=lambda _, **__: product)
         assert name == "quack.gemm_runtime.host"
         return SimpleNamespace(run_gemm_epi_plan=lambda *given: self.launched.append(given))
 
-    def gemm(self, x, whole, products, **chosen):
-        self.prepared.append((x.shape[0], products is not None, chosen))
+    def gemm(self, x, whole, products, given_products, **chosen):
+        self.prepared.append((x.shape[0], products is not None, given_products is not None, chosen))
         return f"plan {len(self.prepared)}"
 
 
@@ -103,9 +104,23 @@ def test_a_product_is_prepared_once_for_all_numbers_of_rows(monkeypatch):
     _, kept = gated_library.library_product(torch.zeros(5, 8), whole, TILES, keep=True)
     assert kept is not None and kept.shape == (5, 16)
     gated_library.library_product(torch.zeros(6, 8).half(), whole.half(), TILES, keep=True)
-    assert [(rows, keep) for rows, keep, _ in package.prepared] == [(2, False), (5, True), (6, True)]
-    chosen = package.prepared[0][2]
+    assert [case[:3] for case in package.prepared] == [(2, False, False), (5, True, False), (6, True, False)]
+    chosen = package.prepared[0][3]
     assert (chosen["tile_M"], chosen["tile_N"], chosen["pingpong"]) == (128, 192, True)
     assert (chosen["cluster_M"], chosen["cluster_N"], chosen["concat_layout"]) == (2, 1, ("B",))
     assert str(package.cache.CACHE_DIR).endswith(".cache/headrace/quack")
     assert [(given[0], given[1].shape[0]) for given in package.launched] == [("plan 1", 3), ("plan 1", 4)]
+
+
+def test_gradients_are_prepared_once_too_and_from_pairs(monkeypatch):
+    package = Recorded()
+    monkeypatch.setattr(gated_library, "import_module", package.modules)
+    down, products = torch.zeros(16, 8), torch.zeros(5, 16)
+    for _ in range(2):
+        grads, inner = gated_library.library_gradients(torch.zeros(5, 16), down, products, TILES)
+        assert grads.shape == products.shape and inner.shape == (5, 8)
+    assert [case[:3] for case in package.prepared] == [(5, True, True)]
+    assert package.prepared[0][3]["concat_layout"] is None
+    # The right operand has a row for each column of the result.
+    (launched,) = package.launched
+    assert launched[2].shape == (8, 16) and launched[3] is grads and launched[4] is products
