@@ -15,6 +15,7 @@ import torch
 from headrace.bench.kernel_cases import MODELS, Case, cold_copies, launching
 from headrace.kernels import decode_attention, paged_attention
 from headrace.kernels.dealing import spans_of_rows
+from headrace.kernels.decode_shapes import PrefixShape
 from headrace.kernels.rotation import Rotation
 from headrace.kernels.shared_prefixes import MAX_MEMBERS, SharedPrefixes
 
@@ -38,6 +39,17 @@ SHARED_DECODES = (
     (16, 8192, 200),
 )  # fmt: skip
 """Rows in groups of eight, tokens of their prompt, tokens of their own."""
+OTHER_PREFIXES = {
+    "half the tile": PrefixShape(64, 32, 4, 2),
+    "one at once": PrefixShape(64, 64, 4, 3, num_at_once=1),
+    "half the tile, one at once": PrefixShape(64, 32, 4, 2, num_at_once=1),
+    "half the tile, three fit": PrefixShape(64, 32, 4, 2, most_registers=168),
+    "half the tile, four fit": PrefixShape(64, 32, 4, 2, most_registers=128),
+    "half the lines": PrefixShape(32, 32, 4, 2),
+    "half the lines, one at once": PrefixShape(32, 32, 4, 2, num_at_once=1),
+    "half the lines, two at once": PrefixShape(32, 32, 4, 2, num_at_once=2),
+}
+"""Programs that leave more room for those beside them than the ones in use, which take nearly all registers."""
 PREFILLS = ((8, 2048), (1, 2048), (16, 512))
 WRITES = (64, 8192)
 ONE_LONG_ROW = np.array([16000, *[800] * 255])
@@ -49,12 +61,13 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield from (decode(model, np.full(rows, length), device) for rows, length in DECODES)
         yield from (decode(model, mixed(rows, length), device) for rows, length in MIXED_DECODES)
         yield decode(model, ONE_LONG_ROW, device)
-        yield from (shared_decode(model, *shape, device) for shape in SHARED_DECODES)
+        for shape in SHARED_DECODES:
+            yield from shared_decodes(model, *shape, device)
         yield from (prefill(model, pieces, length, device) for pieces, length in PREFILLS)
         yield from (write(model, rows, device) for rows in WRITES)
     for model in OTHERS:
         yield from (decode(model, np.full(rows, 800), device) for rows in (16, 160, 512))
-        yield shared_decode(model, *SHARED_DECODES[0], device)
+        yield next(shared_decodes(model, *SHARED_DECODES[0], device))
         yield prefill(model, *PREFILLS[0], device)
 
 
@@ -70,7 +83,9 @@ class _Inputs(NamedTuple):
     lengths: torch.Tensor
     copies: int
 
-    def launches(self, own: np.ndarray, shared: SharedPrefixes | None = None) -> list[Callable[[], None]]:
+    def launches(
+        self, own: np.ndarray, shared: SharedPrefixes | None = None, of_prefixes: PrefixShape | None = None
+    ) -> list[Callable[[], None]]:
         """``own``: key-value rows that each row reads by itself."""
         rows, num_heads, dim = self.query.shape
         device, longest = self.query.device, self.tables.shape[1] * BLOCK_SIZE
@@ -86,6 +101,7 @@ class _Inputs(NamedTuple):
             return lambda: decode_attention.decode_attention(
                 self.query, self.key, self.value, self.pool, self.tables, slots, self.lengths, scale=dim**-0.5,
                 shared=shared, rotation=self.rotation, spans=spans, out_BHE=out, workspace=workspace,
+                of_prefixes=of_prefixes,
             )  # fmt: skip
 
         return [launch(copy) for copy in range(self.copies)]
@@ -105,8 +121,8 @@ def decode(model: str, lengths: np.ndarray, device: torch.device) -> Case:
     return Case(f"decode {model} {len(lengths)} x {seen}", launches, num_bytes, "TB/s")
 
 
-def shared_decode(model: str, rows: int, prompt: int, own: int, device: torch.device) -> Case:
-    """Its bytes are those of every prompt once and of what each row has for itself."""
+def shared_decodes(model: str, rows: int, prompt: int, own: int, device: torch.device) -> Iterator[Case]:
+    """As it is in use and in other shapes. Bytes are those of every prompt once and of what each row has for itself."""
     num_groups = rows // MAX_MEMBERS
     num_bytes = (num_groups * prompt + rows * own) * _row_bytes(model)
     inputs = _inputs(model, np.full(rows, prompt + own), num_bytes, device)
@@ -119,8 +135,10 @@ def shared_decode(model: str, rows: int, prompt: int, own: int, device: torch.de
         starts=torch.arange(0, rows + 1, MAX_MEMBERS, dtype=torch.int32, device=device),
         num_pieces=torch.full_like(order[:1], num_groups),
     )
-    name = f"shared {model} {rows} x {prompt}+{own}"
-    return Case(name, inputs.launches(np.full(rows, own), shared), num_bytes, "TB/s")
+    name, of_rows = f"shared {model} {rows} x {prompt}+{own}", np.full(rows, own)
+    yield Case(name, inputs.launches(of_rows, shared), num_bytes, "TB/s")
+    for of, of_prefixes in OTHER_PREFIXES.items():
+        yield Case(name, inputs.launches(of_rows, shared, of_prefixes), num_bytes, "TB/s", of)
 
 
 def prefill(model: str, pieces: int, length: int, device: torch.device) -> Case:

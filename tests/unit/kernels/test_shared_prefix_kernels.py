@@ -21,8 +21,10 @@ from kernel_cases import (
 require_kernels()
 
 from headrace.kernels import decode_attention as module  # noqa: E402
+from headrace.kernels.chip import Chip  # noqa: E402
 from headrace.kernels.dealing import spans_of_rows  # noqa: E402
 from headrace.kernels.decode_attention import decode_attention, decode_workspace  # noqa: E402
+from headrace.kernels.decode_shapes import PrefixShape  # noqa: E402
 from headrace.kernels.shared_prefixes import SharedPrefixes  # noqa: E402
 
 FP32 = torch.float32
@@ -203,6 +205,21 @@ def agree_in_either_order(monkeypatch, heads, lengths, pieces, **options):
     assert len(order) == 2
     assert relative_error(finished_by_own, expected) < TOLERANCE[heads.dtype]
     assert torch.equal(finished_by_own, finished_by_prefixes)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(PrefixShape(16, 16, 4, 2), id="smaller"),
+        pytest.param(PrefixShape(64, 32, 4, 2, most_registers=168), id="fewer registers"),
+        pytest.param(PrefixShape(16, 32, 4, 2, num_at_once=1), id="fewer than pieces"),
+    ],
+)
+def test_programs_of_prefixes_of_any_size_and_number(monkeypatch, shape):
+    monkeypatch.setattr(module, "prefix_shape", lambda *_: shape)
+    monkeypatch.setattr(module, "chip", lambda _: Chip(0, 2))
+    pieces = [([2 * i, 2 * i + 1], 16 + 16 * i) for i in range(9)]
+    assert decode(Heads(24, 2, 16, 16, HALF), [200 + i for i in range(18)], pieces) < TOLERANCE[HALF]
 
 
 def test_a_soft_cap_holds_for_prefixes_too():
