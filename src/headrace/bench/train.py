@@ -90,6 +90,7 @@ def run(
         "gated_layers": gated_library.kernels_in_use(torch.device(device)),
         "matmul_tflops": rate / 1e12,
         "repeats": repeats,
+        "offload": offload,
         **asdict(workload),
         "cases": cases,
     }

@@ -265,6 +265,17 @@ def slope_tokens(num_tokens: int, *, vocab_size: int, on_gpu: bool) -> int:
     return min(num_tokens, (GPU_KEPT_ELEMENTS if on_gpu else KEPT_ELEMENTS) // vocab_size)
 
 
+def kept_slope_bytes(row: RowTensors, weight_VH: torch.Tensor) -> int:
+    """What the head keeps of the slopes of a row's logits until its backward, at least: whole chunks from the end."""
+    num_tokens = row.targets_N.numel()
+    num_kept = min(row.slope_tokens, num_tokens)
+    if row.kept is not None:
+        num_kept = 0
+    elif num_kept < num_tokens:
+        num_kept = max(num_kept - chunk_tokens(weight_VH), 0)
+    return num_kept * weight_VH.shape[0] * weight_VH.dtype.itemsize
+
+
 def head_bytes(
     num_tokens: int,
     *,

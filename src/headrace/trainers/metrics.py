@@ -5,7 +5,7 @@ far the trainer is from the engine (``mismatch_*``, ``behavior_kl``, ``effective
 the step's first update only; ``mismatch_*`` moreover on fresh tokens only, where the weights are equal and
 any gap is the engine's. ``masked_by_*`` say which share of the tokens each cause left out, ``lag_share_*`` how the
 tokens' lags are spread, ``version_span_*`` over how many versions a sequence was sampled. A GPU has nothing to do
-meanwhile, so rows are put together first: what follows is a few launches, however many there are.
+meanwhile, so rows are put together first, and most launches are for all of them at once.
 
 Legend: N loss tokens of a row, S its sequences, C columns.
 """

@@ -53,6 +53,11 @@ def place_weights(
             "or trainer.ranks = 1 and lora.rank = 0"
         )
     in_host = offload == "all"
+    if in_host and ranks.device is None:
+        raise ConfigError(
+            "trainer.offload: all needs a rank with a device of its own, which a run makes even of a single one: give "
+            "the trainer such ranks, or set it to moments or first_moments"
+        )
     keep_float_residual(model)
     if lora is not None and ranks.device is None:
         adapter = AdapterWeights(model.eval(), dtype, lora)

@@ -62,6 +62,8 @@ class StreamedAdamW(torch.optim.AdamW):
         self._early: list[_Visit] = []
         self._early_of: list[Piece] = []
         """Pieces of the first group, of the first of which there are visits."""
+        self._has_room = True
+        """False: there was none for what ``bring`` would have brought for the coming update."""
         self._left: torch.cuda.Event | None = None
         """When the moments of the last update have left; None: there was none."""
 
@@ -69,32 +71,29 @@ class StreamedAdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. On a GPU they are updated when its stream has come to the end of
         what is launched here, and the moments leave it after that."""
-        for number, group in enumerate(self.param_groups):
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            self._count(parameters)
-            pieces = self._pieces(number, parameters)
-            if pieces and _is_apart(parameters[0]):
-                self._stream(pieces, group)
-            else:
-                for piece in pieces:
-                    self._update(piece, self._moments(piece, None), group)
-        if self._streams is not None:
-            self._left = self._streams[1].record_event()
+        try:
+            for number, group in enumerate(self.param_groups):
+                self._step(number, group)
+        finally:
+            self._has_room = True
+            if self._streams is not None:
+                self._left = self._streams[1].record_event()
 
     @torch.no_grad()
     def bring(self, num_bytes: int) -> None:
         """Begin with the moments of the coming update, as far as so much memory, counted from the first call, has room
         for them. It is taken to be of the parameters that were updated last."""
         parameters, pieces = self._cut.get(0, ([], []))
-        if not pieces or not _is_apart(parameters[0]) or not all(self.state[p] for p in parameters):
+        if not pieces or not _is_apart(parameters[0]) or not all(self.state.get(p) for p in parameters):
             return
         num_more = min(num_bytes // self._slot_bytes(pieces), len(pieces)) - len(self._early)
-        if num_more <= 0:
+        if num_more <= 0 or not self._has_room:
             return
         try:
             slots = self._new_slots(pieces, num_more)
         except torch.OutOfMemoryError:
-            # It is free, but lies in too small parts: the update brings the rest.
+            # It is free, but lies in too small parts: the update brings the rest. Asking again costs a wait each time.
+            self._has_room = False
             return
         self._early_of = pieces
         for slot in slots:
@@ -108,7 +107,18 @@ class StreamedAdamW(torch.optim.AdamW):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also sends away what was brought for an update that is not to be."""
         super().zero_grad(set_to_none)
-        self._take_early([])
+        self._drop_early()
+        self._has_room = True
+
+    def _step(self, number: int, group: dict[str, Any]) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        self._count(parameters)
+        pieces = self._pieces(number, parameters)
+        if pieces and _is_apart(parameters[0]):
+            self._stream(pieces, group)
+        else:
+            for piece in pieces:
+                self._update(piece, self._moments(piece, None), group)
 
     def _count(self, parameters: Sequence[torch.Tensor]) -> None:
         """One more step of each parameter, whose moments are made at its first."""
@@ -136,8 +146,10 @@ class StreamedAdamW(torch.optim.AdamW):
         return pieces
 
     def _stream(self, pieces: list[Piece], group: dict[str, Any]) -> None:
-        early = self._take_early(pieces)
+        if pieces is not self._early_of:
+            self._drop_early()
         main, _, leaving = self._all_streams(pieces)
+        early = self._early
         num_new = min(_NUM_SLOTS, len(pieces)) - len(early)
         free: deque[tuple[torch.Tensor, torch.cuda.Event | None]]
         free = deque((slot, None) for slot in self._new_slots(pieces, max(num_new, 0)))
@@ -152,15 +164,14 @@ class StreamedAdamW(torch.optim.AdamW):
             # Until then its memory is not used again.
             visit.slot.record_stream(leaving)
             free.append((visit.slot, leaving.record_event()))
+        self._early = []
 
-    def _take_early(self, pieces: list[Piece]) -> list[_Visit]:
-        """What was brought, for the pieces it was brought for; for others it was in vain, and nothing is left."""
+    def _drop_early(self) -> None:
+        """What was brought was in vain."""
         early, self._early = self._early, []
-        if pieces is self._early_of:
-            return early
         for visit in early:
+            # Until it has arrived its memory is not used again.
             visit.slot.record_stream(self._all_streams(self._early_of)[1])
-        return []
 
     def _arrive(self, piece: Piece, slot: torch.Tensor, free: torch.cuda.Event | None) -> _Visit:
         """``free``: when the last piece has left the slot; None: there was none."""

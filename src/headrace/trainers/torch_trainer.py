@@ -41,6 +41,7 @@ from headrace.trainers.device_rows import TrainRow, known_starts, most_tokens
 from headrace.trainers.distilling import row_logprobs
 from headrace.trainers.echo import Echo
 from headrace.trainers.guard import Guard, Verdict
+from headrace.trainers.logprobs import kept_slope_bytes
 from headrace.trainers.metrics import RowRecord, behavior_metrics, starts, step_metrics, total_of
 from headrace.trainers.objective import RowOutcome
 from headrace.trainers.optim import build_adamw, rate_factor, set_learning_rate
@@ -380,8 +381,10 @@ class TorchTrainer:
         records = []
         for index, row in enumerate(self._keeping_slopes(rows)):
             self._weights.begin_row(is_last=index == len(rows) - 1)
-            brings = update_follows and index == len(rows) - 1
-            with self._balance or nullcontext(), self._bringing_moments(row) if brings else nullcontext():
+            bringing: AbstractContextManager[None] = nullcontext()
+            if update_follows and index == len(rows) - 1:
+                bringing = self._bringing_moments(row, keeps_slopes=not compared)
+            with self._balance or nullcontext(), bringing:
                 policy = row_logprobs(self._weights, row, compared=compared)
             outcome = self._with_balance(self.objective(policy.sampled_N, row.inputs), row)
             if distillation is not None:
@@ -434,17 +437,16 @@ class TorchTrainer:
         for row in rows:
             yield replace(row, tensors=replace(row.tensors, slope_tokens=kept))
 
-    def _bringing_moments(self, row: TrainRow) -> AbstractContextManager[None]:
-        """Around the forward of a step's last row, in whose backward moments come from the host to where activations
-        were."""
+    def _bringing_moments(self, row: TrainRow, *, keeps_slopes: bool) -> AbstractContextManager[None]:
+        """Around the forward of the last row before an update, in whose backward moments come from the host to where
+        activations were, and slopes of logits, if the head keeps these."""
         if not isinstance(self.optimizer, StreamedAdamW):
             return nullcontext()
-        tensors, head_VH = row.tensors, self.policy.get_output_embeddings().weight
-        num_kept = min(tensors.slope_tokens, tensors.targets_N.numel()) if tensors.kept is None else 0
+        head_VH = self.policy.get_output_embeddings().weight
         return self.blocks.telling_room(
             self.optimizer.bring,
-            num_tokens=tensors.token_ids_T.numel(),
-            slope_bytes=num_kept * head_VH.shape[0] * self._weights.dtype.itemsize,
+            num_tokens=row.tensors.token_ids_T.numel(),
+            slope_bytes=kept_slope_bytes(row.tensors, head_VH) if keeps_slopes else 0,
         )
 
     def _settle(self) -> None:

@@ -80,7 +80,7 @@ def test_values_and_gradients_equal_a_plain_forward(
         )
 
 
-@pytest.mark.parametrize("slopes", [0, 10])
+@pytest.mark.parametrize("slopes", [0, 10, 10_000])
 def test_the_logits_of_a_row_are_never_held_whole(
     slopes: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -98,12 +98,16 @@ def test_the_logits_of_a_row_are_never_held_whole(
     model = make_model()
     use_packed_attention(model)
     (row,) = pack(make_batch(num_samples=8).samples, row_tokens=10_000)
-    found, _ = token_logprobs(model, replace(row_tensors(row, device="cpu"), slope_tokens=slopes))
+    tensors = replace(row_tensors(row, device="cpu"), slope_tokens=slopes)
+    found, _ = token_logprobs(model, tensors)
     found.sum().backward()
     assert found.numel() > 12 and max(rows_seen) <= 4
     num_kept = 2 * found.numel() - sum(rows_seen)
     # In whole chunks, as many as there may be.
-    assert num_kept == 0 if not slopes else slopes - 4 < num_kept <= slopes
+    most = min(slopes, found.numel())
+    assert num_kept == 0 if not slopes else most - 4 < num_kept <= most
+    known = module.kept_slope_bytes(tensors, model.get_output_embeddings().weight) / (32 * 4)
+    assert num_kept - 4 < known <= num_kept
 
 
 def test_bf16_computes_the_head_in_float32(

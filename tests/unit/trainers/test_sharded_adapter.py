@@ -164,6 +164,11 @@ def test_moments_alone_stay_on_the_device(ranks: Ranks, make_model: MakeModel, s
         trainer(make_model(), sender, ranks=ranks, offload="moments")
 
 
+def test_all_is_not_kept_on_the_host_without_a_rank_of_its_own(make_model: MakeModel, sender: Any) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.offload: all"):
+        trainer(make_model(), sender, offload="all")
+
+
 def test_an_adapter_is_trained_on_a_model_that_is_another_adapter(
     ranks: Ranks, make_model: MakeModel, sender: Any, tmp_path: Path
 ) -> None:

@@ -215,7 +215,7 @@ def test_nothing_is_brought_where_moments_are_missing(device: Device) -> None:
     second.settle()
     del second.state[parameters[-1]]
     second.bring(9 * SLOT_BYTES)
-    assert not second._early
+    assert not second._early and parameters[-1] not in second.state
 
 
 def test_what_was_brought_for_other_parameters_is_not_used(device: Device) -> None:
@@ -254,16 +254,55 @@ def test_memory_that_lies_in_too_small_parts_is_no_fault(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameters, first, second = build(device, MOMENTS)
-    for _ in range(2):
+    asked: list[object] = []
+    for num_before in range(2):
         give_gradients(parameters)
         with monkeypatch.context() as patched:
-            patched.setattr(Queued, "_new_slots", _no_room)
+            patched.setattr(Queued, "_new_slots", lambda *given: asked.append(given) or _no_room())
             second.bring(7 * SLOT_BYTES)
+            second.bring(9 * SLOT_BYTES)
+            assert len(asked) == num_before, (
+                "there are no moments at first, and asking again would cost a wait again"
+            )
         first.step()
         second.step()
         device.finish_main()
     second.settle()
     check_alike(parameters, first, second)
+
+
+def test_an_update_without_memory_keeps_what_moments_still_come_to(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters, _, second = build(device, MOMENTS)
+    give_gradients(parameters)
+    second.step()
+    device.finish_main()
+    second.bring(SLOT_BYTES)
+    monkeypatch.setattr(Queued, "_new_slots", _no_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        second.step()
+    second.zero_grad()
+    assert device.kept == device.slots
+
+
+def test_what_leaves_in_a_half_done_update_is_waited_for(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters, _, second = build(device, MOMENTS)
+    give_gradients(parameters)
+    arrive, arrived = second._arrive, []
+
+    def fail_in_the_end(piece: Any, *given: Any) -> Any:
+        arrived.append(piece)
+        return _no_room() if len(arrived) == 3 else arrive(piece, *given)
+
+    monkeypatch.setattr(second, "_arrive", fail_in_the_end)
+    with pytest.raises(torch.OutOfMemoryError):
+        second.step()
+    second.settle()
+    leaving = device.streams[-1]
+    assert leaving.num_done == len(leaving.queue) > 0
 
 
 def _no_room(*_: object) -> list[torch.Tensor]:
