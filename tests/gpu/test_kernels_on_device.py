@@ -412,7 +412,7 @@ def test_the_librarys_gate_gradients_are_those_of_float32(hidden, width, num_row
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(896, 896), (1536, 1536), (8960, 1536), (18944, 3584), (520, 1000)]
 )
-@pytest.mark.parametrize("num_rows", [1, 16, 24, 32, 33, 200, 512])
+@pytest.mark.parametrize("num_rows", [1, 16, 24, 32, 33, 64, 65, 200, 512])
 def test_products_added_in_a_graph_where_the_sum_lies(inputs, outputs, num_rows):
     from headrace.kernels.added_product import MOST_TILES
     from headrace.models import merged_layer  # noqa: F401

@@ -22,7 +22,9 @@ from headrace.kernels.tiled_matrix import in_tiles
 
 MOST_TILES = 512
 """Of outputs; so many counters serve every product."""
-_MOST_ROWS = 32
+_MOST_ROWS, _MOST_ROWS_LARGE = 32, 64
+"""Of any weights, and of large ones."""
+_LARGE_NUMEL = 2**25
 _LEAST_OUTPUTS = 2048
 """Below, torch's product is quicker."""
 _OUTPUTS, _INPUTS = 64, 128
@@ -34,10 +36,11 @@ _LEAST_STEPS = 2
 
 def is_quick(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether ``add_product`` takes them, and is quicker than torch (docs/kernels.md)."""
+    most_rows = _MOST_ROWS if weight_OI.numel() < _LARGE_NUMEL else _MOST_ROWS_LARGE
     return (
         chip(x_TI.device).generation == HOPPER
         and x_TI.dtype == weight_OI.dtype == torch.bfloat16
-        and 0 < x_TI.shape[0] <= _MOST_ROWS
+        and 0 < x_TI.shape[0] <= most_rows
         and x_TI.shape[1] % ALIGNED == 0
         and x_TI.data_ptr() % ALIGNED_BYTES == weight_OI.data_ptr() % ALIGNED_BYTES == 0
         and _LEAST_OUTPUTS <= weight_OI.shape[0] <= MOST_TILES * _OUTPUTS

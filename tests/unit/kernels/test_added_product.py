@@ -8,12 +8,12 @@ from kernel_cases import DEVICE, HALF, require_kernels
 
 require_kernels()
 
-from headrace.kernels.added_product import MOST_TILES, add_product, parts_to_fill  # noqa: E402
+from headrace.kernels.added_product import MOST_TILES, add_product, is_quick, parts_to_fill  # noqa: E402
 
 
 # One part, several, more than there are steps for, and edges within a tile on every side.
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(128, 512), (1024, 128), (384, 64), (520, 200)])
-@pytest.mark.parametrize("num_rows", [1, 16, 19, 32])
+@pytest.mark.parametrize("num_rows", [1, 16, 19, 32, 50])
 def test_a_product_is_added_unrounded_and_the_counters_are_zero_again(num_rows, num_inputs, num_outputs):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((num_rows, num_inputs), generator=generator).to(HALF)
@@ -37,6 +37,17 @@ def test_a_product_is_added_unrounded_and_the_counters_are_zero_again(num_rows, 
 )
 def test_inputs_are_split_until_the_chip_is_full(num_tiles, num_steps, parts):
     assert parts_to_fill(num_tiles, num_steps, 132) == parts
+
+
+@pytest.mark.parametrize(
+    ("num_inputs", "num_outputs", "most_rows"),
+    [(3584, 3584, 32), (18944, 3584, 64), (8960, 1536, 0), (18943, 3584, 0)],
+    ids=["7B, output", "7B, down", "1.5B, down", "rows that begin anywhere"],
+)
+def test_it_is_used_for_as_many_rows_as_it_was_quicker_for(num_inputs, num_outputs, most_rows):
+    weight = torch.empty((num_outputs, num_inputs), dtype=torch.bfloat16, device="meta")
+    quick = [n for n in range(100) if is_quick(weight.new_empty((n, num_inputs)), weight)]
+    assert quick == list(range(1, most_rows + 1))
 
 
 def test_sums_that_are_not_dense_are_refused():
