@@ -21,8 +21,6 @@ PeerPython = Annotated[
         help="with --against: the interpreter of another environment, with Headrace and the peer in it"
     ),
 ]
-_OFFLOAD = "trainer.offload: none, first_moments"
-Offloaded = Annotated[str, typer.Option(help=f"{_OFFLOAD}, moments or all")]
 bench = typer.Typer(help="Measure Headrace on this machine, side by side with a peer.", no_args_is_help=True)
 
 
@@ -90,7 +88,7 @@ def bench_train(
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     groups: Annotated[int, typer.Option(min=1, help="of 8 rollouts of 256 + 512 tokens")] = 64,
     row_tokens: Annotated[int, typer.Option(min=1, help="trainer.row_tokens")] = 16384,
-    offload: Annotated[str, typer.Option(help=f"{_OFFLOAD} or moments")] = "none",
+    offload: Annotated[str, typer.Option(help="trainer.offload: none, first_moments or moments")] = "none",
     json_file: JsonFile = None,
     show_traceback: Traceback = False,
 ) -> None:
@@ -145,7 +143,7 @@ def bench_step(
     max_lag: Annotated[int, typer.Option(min=0)] = 0,
     steps: Annotated[int, typer.Option(min=1)] = 5,
     row_tokens: Annotated[int, typer.Option(min=1, help="trainer.row_tokens")] = 12288,
-    offload: Offloaded = "none",
+    offload: Annotated[str, typer.Option(help="trainer.offload")] = "none",
     json_file: JsonFile = None,
     show_traceback: Traceback = False,
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 import triton
 
 from headrace.kernels.chip import Chip
+from headrace.kernels.paged_attention import prefill_shape
 
 MOST_AT_ONCE = 6
 """Programs a multiprocessor of any ``DecodeShape``."""
@@ -47,9 +48,8 @@ class PrefixShape(NamedTuple):
 
 
 def prefix_shape(key_dim: int, dtype: torch.dtype) -> PrefixShape:
-    if dtype == torch.float32:
-        return PrefixShape(32, 32, 4, 2)
-    return PrefixShape(64, 64, 4, 3) if key_dim <= 128 else PrefixShape(64, 32, 4, 2)
+    """As for prompts, which are computed with nothing beside them."""
+    return PrefixShape(*prefill_shape(key_dim, dtype))
 
 
 def decode_shape(
