@@ -452,8 +452,17 @@ async def _start(
         deadlines_s=deadlines(_longest_wait_s(settings)),
         directory=directory,
         num_minibatches=settings.trainer.minibatches,
+        shares_gpu=may_share_gpu(settings),
     )
     return await launcher.spawn()
+
+
+def may_share_gpu(settings: Settings) -> bool:
+    """Whether engines and a trainer, processes of their own, would compute at the same time on one GPU, if there is
+    one."""
+    run, rollout, trainer = settings.run, settings.rollout, settings.trainer
+    together = run.launcher == "local" and rollout.max_lag > 0 and trainer.ranks == 1
+    return together and settings.model.device != "cpu"
 
 
 def _longest_wait_s(settings: Settings) -> float:
