@@ -71,7 +71,7 @@ bench-gpu: setup  ## all that one GPU is held to, with its peers, whatever fails
 	-$(GPU_BENCH) engine --shape qwen2-0.5b --against vllm $(PEER) --json build/bench/engine-0.5b.json
 	-$(GPU_BENCH) engine --shape qwen2-1.5b --against vllm $(PEER) --json build/bench/engine-1.5b.json
 	-$(GPU_BENCH) engine --shape qwen2-7b --against vllm $(PEER) --json build/bench/engine-7b.json
-	-$(GPU_BENCH) step --against trl $(PEER) --steps 3 --offload moments --json build/bench/step.json
+	-$(GPU_BENCH) step --max-lag 0 --max-lag 1 --against trl $(PEER) --steps 3 --offload moments --json build/bench/step.json
 	-$(GPU_BENCH) train --json build/bench/train-1.5b.json
 	-$(GPU_BENCH) train --shape qwen2-7b --groups 4 --row-tokens 8192 --no-optimizer --json build/bench/train-7b.json
 	-$(GPU_BENCH) sync --shape qwen2-1.5b --only full-cuda_ipc --json build/bench/sync-1.5b.json

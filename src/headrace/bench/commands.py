@@ -140,7 +140,9 @@ def bench_step(
     shape: Annotated[str, typer.Option(help="a model shape, such as qwen2-1.5b")] = "qwen2-1.5b",
     against: Annotated[str | None, typer.Option(help="trl (with vLLM), run in the same command")] = None,
     peer_python: PeerPython = None,
-    max_lag: Annotated[int, typer.Option(min=0)] = 0,
+    max_lag: Annotated[
+        list[int] | None, typer.Option(min=0, help="one run for each; may be repeated; 0 if not given")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1)] = 5,
     row_tokens: Annotated[int, typer.Option(min=1, help="trainer.row_tokens")] = 12288,
     offload: Annotated[str, typer.Option(help="trainer.offload")] = "none",
@@ -156,7 +158,7 @@ def bench_step(
         shape,
         against=against,
         peer_python=peer_python,
-        max_lag=max_lag,
+        max_lags=tuple(dict.fromkeys(max_lag or (0,))),
         steps=steps,
         row_tokens=row_tokens,
         offload=offload,

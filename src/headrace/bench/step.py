@@ -1,9 +1,9 @@
 """A whole step of group-relative policy optimisation on one GPU: rollouts, training, new weights.
 
-In: a model shape and the size of a step. Out: seconds a step in steady state through the real run (controller,
-engine and trainer as processes on the same GPU), what the roles spent them on, the most GPU memory that
-was in use, and the least time the step can take at the rates measured afterwards (``step_limit``). Completions have a
-fixed length; the reward is free and varies inside a group.
+In: a model shape, the size of a step, and the lags to run it at. Out: for each, seconds a step in steady state through
+the real run (controller, engine and trainer as processes on the same GPU), what the roles spent them on, and the most
+GPU memory that was in use; and the least time the step can take at the rates measured afterwards (``step_limit``).
+Completions have a fixed length; the reward is free and varies inside a group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -63,6 +63,9 @@ class FixedLength:
 class ToldSteps(StepTimes):
     """Also says how long each step took, while the run goes on."""
 
+    is_side_by_side = False
+    """Whether kernels of engine and trainer could run at once."""
+
     def __init__(self, progress: Callable[[str], None]) -> None:
         super().__init__()
         self._progress = progress
@@ -82,7 +85,7 @@ def run(
     workload: StepWorkload | None = None,
     against: str | None = None,
     peer_python: Path | None = None,
-    max_lag: int = 0,
+    max_lags: Sequence[int] = (0,),
     steps: int = 5,
     row_tokens: int = 12288,
     offload: str = "none",
@@ -99,24 +102,26 @@ def run(
     with tempfile.TemporaryDirectory(prefix="headrace-step-") as made:
         model = Path(made) / "model"
         progress(f"writing a random {shape}")
-        vocab_size = write_checkpoint(model, shape)
-        settings = _settings(model, workload, max_lag, steps, row_tokens, offload)
-        with MemoryWatch() as memory, asyncio.Runner(loop_factory=ControllerLoop) as runner:
-            environment = FixedLength(workload, vocab_size)
-            times = runner.run(_train(settings, Path(made) / "run", environment, progress))
+        environment = FixedLength(workload, write_checkpoint(model, shape))
+        ours = []
+        for max_lag in max_lags:
+            progress(f"running Headrace, max_lag {max_lag}")
+            settings = _settings(model, workload, max_lag, steps, row_tokens, offload)
+            with MemoryWatch() as memory, asyncio.Runner(loop_factory=ControllerLoop) as runner:
+                run_dir = Path(made) / f"run-{max_lag}"
+                times = runner.run(_train(settings, run_dir, environment, progress))
+            shared = {"side_by_side": times.is_side_by_side, "peak_bytes": memory.peak_bytes}
+            ours.append({"max_lag": max_lag, **_steady(times), **shared})
+            progress(_told(f"headrace, max_lag {max_lag}", ours[-1]))
         figures: dict[str, Any] = {
             "shape": shape,
             **asdict(workload),
-            "max_lag": max_lag,
             "row_tokens": row_tokens,
             "offload": offload,
-            "headrace": {**_steady(times), "peak_bytes": memory.peak_bytes},
+            "headrace": ours,
         }
-        progress(_told("headrace", figures["headrace"]))
         if against == "trl":
             figures["trl"] = _with_trl(model, workload, steps, progress, peer_python)
-            if "seconds" in figures["trl"]:
-                figures["ratio"] = figures["trl"]["seconds"] / figures["headrace"]["seconds"]
     return figures | _limit(shape, workload)
 
 
@@ -189,20 +194,32 @@ def _told(side: str, row: Mapping[str, Any]) -> str:
 
 
 def table(figures: Mapping[str, Any]) -> Table:
+    """The figures for people; each of ours against TRL's better time, where it has one."""
     title = (
-        f"{figures['shape']}, max_lag {figures['max_lag']}; the limit, {figures['limit_s']:.2f} s, is "
-        f"{figures['limit_generation_s']:.2f} s of generating, then {figures['limit_training_s']:.2f} s of training"
+        f"{figures['shape']}: the limit of a step, {figures['limit_s']:.2f} s, is "
+        f"{figures['limit_generation_s']:.2f} s of generating,\nthen {figures['limit_training_s']:.2f} s of training"
     )
     drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in ("side", "seconds a step", "of the limit", "generation", "training", "peak memory"):
+    drawn.add_column("side")
+    columns = ("seconds a step", "of the limit", "generation", "training", "peak memory", "against TRL")
+    for name in columns:
         drawn.add_column(name, justify="right")
-    for side in ("headrace", "trl"):
-        if "seconds" in figures.get(side, {}):
-            row = figures[side]
-            parts = [f"{row[name]:.2f} s" if name in row else "" for name in ("generation_s", "training_s")]
-            share = f"{figures['limit_s'] / row['seconds']:.0%}"
-            drawn.add_row(side, f"{row['seconds']:.2f}", share, *parts, f"{row['peak_bytes'] / 1e9:.1f} GB")
+    trl = figures.get("trl", {})
+    for row in figures["headrace"]:
+        quicker = f"{trl['seconds'] / row['seconds']:.2f}x" if "seconds" in trl else ""
+        how = ", side by side" if row["side_by_side"] else ""
+        drawn.add_row(f"headrace, max_lag {row['max_lag']}{how}", *_cells(row, figures["limit_s"]), quicker)
+    for row in trl.get("tried", ()):
+        if "seconds" in row:
+            side = f"trl, gradient checkpointing {'on' if row['checkpointing'] else 'off'}"
+            drawn.add_row(side, *_cells(row, figures["limit_s"]), "")
     return drawn
+
+
+def _cells(row: Mapping[str, Any], limit_s: float) -> list[str]:
+    parts = [f"{row[name]:.2f} s" if name in row else "" for name in ("generation_s", "training_s")]
+    memory = f"{row['peak_bytes'] / 1e9:.1f} GB"
+    return [f"{row['seconds']:.2f}", f"{limit_s / row['seconds']:.0%}", *parts, memory]
 
 
 def write_checkpoint(directory: Path, shape: str) -> int:
@@ -253,11 +270,12 @@ def _kv_tokens(workload: StepWorkload) -> int:
 
 async def _train(
     settings: Settings, run_dir: Path, environment: FixedLength, progress: Callable[[str], None]
-) -> StepTimes:
+) -> ToldSteps:
     rows = [{"prompt": "a", "number": i} for i in range(4096)]
     times = ToldSteps(progress)
     progress("starting engine and trainer")
     cluster = await build.cluster(settings, [], run_dir=run_dir)
+    times.is_side_by_side = cluster.is_side_by_side
     try:
         progress("running")
         pipeline = Pipeline(

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from headrace.bench import commands, peers, rollouts, step
 from headrace.bench.step_workload import StepWorkload
+from headrace.config import Settings
 from headrace.errors import ConfigError
 
 
@@ -56,9 +57,10 @@ def test_what_was_measured_stays_when_the_peer_fails(monkeypatch: pytest.MonkeyP
     lines: list[str] = []
     found = step._with_trl(tmp_path, StepWorkload(), 3, lines.append)
     assert [one["failed"] for one in found["tried"]] == ["out of memory"] * 2
-    ours = {"seconds": 9.0, "peak_bytes": 5e10}
+    ours = [{"max_lag": 0, "side_by_side": False, "seconds": 9.0, "peak_bytes": 5e10}]
     limit = {"limit_s": 4.5, "limit_generation_s": 1.1, "limit_training_s": 3.4}
-    table = step.table({"shape": "qwen2-1.5b", "max_lag": 0, **limit, "headrace": ours, "trl": found})
+    figures = {"shape": "qwen2-1.5b", **limit, "headrace": ours, "trl": found}
+    table = step.table(figures)
     assert table.row_count == 1 and any("failed" in line for line in lines)
 
 
@@ -66,7 +68,7 @@ def test_a_command_whose_peer_fails_keeps_our_figures_and_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def run_with(peer: dict[str, object]) -> None:
-        figures = {"headrace": {"seconds": 9.0}, "trl": peer}
+        figures = {"headrace": [{"seconds": 9.0}], "trl": peer}
         monkeypatch.setattr(step, "run", lambda *_, **__: figures)
         monkeypatch.setattr(step, "table", lambda figures: "a table")
         monkeypatch.setattr(commands, "_require_gpu", lambda command: None)
@@ -198,25 +200,39 @@ def test_a_step_is_held_against_its_limit_and_its_peer(monkeypatch: pytest.Monke
 
         def __exit__(self, *_: object) -> None: ...
 
-    async def trained(*_: object) -> None: ...
+    async def trained(settings: Settings, *_: object) -> step.ToldSteps:
+        times = step.ToldSteps(lambda line: None)
+        times.is_side_by_side = settings.rollout.max_lag > 0
+        return times
 
     monkeypatch.setattr(step, "write_checkpoint", lambda *_: 1000)
     monkeypatch.setattr(step, "MemoryWatch", Watch)
     monkeypatch.setattr(step, "_train", trained)
-    monkeypatch.setattr(step, "_steady", lambda times: {"seconds": 9.0})
+    monkeypatch.setattr(step, "_steady", lambda times: {"seconds": 9.0 - times.is_side_by_side})
     monkeypatch.setattr(step_with_trl, "check_installed", lambda python: None)
     monkeypatch.setattr(
         step_with_trl,
         "run",
-        lambda *_, checkpointing, **__: {"seconds": 27.0 + checkpointing, "peak_bytes": 6e10},
+        lambda *_, checkpointing, **__: {
+            "checkpointing": checkpointing,
+            "seconds": 27.0 + checkpointing,
+            "peak_bytes": 6e10,
+        },
     )
     monkeypatch.setattr(rollouts, "copy_bandwidth", lambda: 4.1e12)
     monkeypatch.setattr(train, "matmul_flops_per_s", lambda device: 780e12)
-    figures = step.run("qwen2-1.5b", against="trl")
-    assert figures["ratio"] == 3.0 and len(figures["trl"]["tried"]) == 2
+    figures = step.run("qwen2-1.5b", against="trl", max_lags=(0, 1))
+    assert [row["max_lag"] for row in figures["headrace"]] == [0, 1] and len(figures["trl"]["tried"]) == 2
     assert figures["limit_s"] == pytest.approx(4.54, abs=0.01)
     console = Console(width=160)
     with console.capture() as captured:
         console.print(step.table(figures))
-    text = " ".join(captured.get().split())
-    assert "1.17 s of generating, then 3.37 s of training" in text and "50%" in text and "17%" in text
+    lines = [" ".join(line.split()) for line in captured.get().splitlines()]
+    assert lines[0].endswith("4.54 s, is 1.17 s of generating,")
+    assert lines[1] == "then 3.37 s of training"
+    assert lines[3:] == [
+        "headrace, max_lag 0 9.00 50% 50.0 GB 3.00x",
+        "headrace, max_lag 1, side by side 8.00 57% 50.0 GB 3.38x",
+        "trl, gradient checkpointing on 28.00 16% 60.0 GB",
+        "trl, gradient checkpointing off 27.00 17% 60.0 GB",
+    ]
