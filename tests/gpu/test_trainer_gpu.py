@@ -277,6 +277,55 @@ def test_streamed_moments_give_the_bits_of_moments_on_the_gpu(
             assert torch.equal(value.cpu(), second.state[other][key].cpu()), key
 
 
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize("offload", HOST_MOMENTS)
+def test_moments_come_while_compiled_layers_compute_backwards(
+    offload: Offload, num_minibatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer with all moments on the GPU is given the very same gradients."""
+    config = Qwen2Config(
+        vocab_size=2000, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    trainer = TorchTrainer(
+        build_random_model(config, device="cuda", dtype=torch.float32),
+        sender=NoSender(),
+        ledger=TimeLedger(TRAINER_ACTIVITIES),
+        compute_dtype="bf16",
+        learning_rate=1e-3,
+        row_tokens=1024,
+        minibatches=num_minibatches,
+        offload=offload,
+    )
+    optimizer = trainer.optimizer
+    assert isinstance(optimizer, StreamedAdamW)
+    optimizer._piece_numel = 2**14
+    twins = {own: nn.Parameter(own.detach().clone()) for own in trainer.model.parameters()}
+    groups = [{**g, "params": [twins[own] for own in g["params"]]} for g in optimizer.param_groups]
+    plain, step, num_brought = torch.optim.AdamW(groups, fused=True), optimizer.step, []
+
+    def both() -> None:
+        num_brought.append(len(optimizer._early))
+        for own, twin in twins.items():
+            twin.grad = None if own.grad is None else own.grad.clone()
+        step()
+        plain.step()
+
+    monkeypatch.setattr(optimizer, "step", both)
+    workload = StepWorkload(num_groups=4, group_size=4, prompt_tokens=64, completion_tokens=192)
+    samples = random_samples(workload, vocab_size=2000)
+    for number in range(3):
+        fresh = [replace(s, versions=np.where(s.loss_mask, number, -1).astype(np.int32)) for s in samples]
+        result = trainer.step(TrainBatch(step=number + 1, version=number, samples=tuple(fresh)))
+        assert result.skipped is None and result.metrics["num_rows"] >= 2 * num_minibatches
+    assert num_brought[0] == 0 and min(num_brought[1:]) > 3
+    optimizer.settle()
+    for own, twin in twins.items():
+        assert torch.equal(own, twin)
+        for key, value in plain.state[twin].items():
+            assert torch.equal(value.cpu(), optimizer.state[own][key].cpu()), key
+
+
 @pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
 def test_a_compiled_layer_keeps_what_the_plan_says(joined: bool) -> None:
     # As in a process of its own: layers of other widths, compiled by other tests, change what a compiler chooses.

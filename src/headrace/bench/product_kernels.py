@@ -21,12 +21,6 @@ GATED_ROWS = (8, 24, 64, 80, 96, 128, 144, 160, 192, 256, 288, 320, 352, 384, 44
 KEPT_ROWS = (8702, 13053)
 """Of a training step, whose products are written down for the backward."""
 ADDED_ROWS = (2, 16, 32, 48, 64)
-_TALL_TILES = tuple(
-    gated_tiles.LibraryTiles(rows, 160, False, (1, together))
-    for rows in (192, 256, 320)
-    for together in (1, 2)
-)
-"""Not in use."""
 GRADIENT_TILES = tuple(
     gated_tiles.LibraryTiles(rows, columns, in_turns, (2, 1))
     for rows, columns, in_turns in ((128, 128, True), (128, 160, True), (256, 128, False), (256, 160, False))
@@ -64,10 +58,11 @@ def gated_products(model: str, rows: int, device: torch.device, *, keep: bool) -
         yield Case(f"{name} in {tiles.rows}x{tiles.columns}x{tiles.inputs}", launches, amount, unit)
     of_torch = [launching(partial(gated.by_torch, keep=keep), x_TI, given) for given in weights]
     yield Case(name, of_torch, amount, unit, "torch")
-    for in_tiles, library_tiles in _library_tiles_tried(rows, hidden, inner).items():
+    library_tiles = gated_tiles.choose_library_tiles(rows, hidden, inner)
+    if gated_library.is_installed() and library_tiles is not None:
         product = partial(gated_library.library_product, keep=keep)
         of_library = [launching(product, x_TI, whole, library_tiles) for whole in wholes]
-        yield Case(name + in_tiles, of_library, amount, unit, "quack")
+        yield Case(name, of_library, amount, unit, "quack")
 
 
 def gate_passes(model: str, rows: int, device: torch.device) -> Iterator[Case]:
@@ -134,18 +129,6 @@ def _tiles_tried(
     num_multiprocessors = chip(device).num_multiprocessors
     chosen = gated_tiles.choose_tiles(rows, hidden, inner, keep=keep, num_multiprocessors=num_multiprocessors)
     return () if chosen is None else (chosen,)
-
-
-def _library_tiles_tried(rows: int, hidden: int, inner: int) -> dict[str, gated_tiles.LibraryTiles]:
-    """The ones in use, if any, and those of which one has room for all rows, and not for many more."""
-    if not gated_library.is_installed():
-        return {}
-    chosen = gated_tiles.choose_library_tiles(rows, hidden, inner)
-    tried = {} if chosen is None else {"": chosen}
-    for tiles in _TALL_TILES:
-        if tiles.rows - 64 < rows <= tiles.rows:
-            tried[f" in {tiles.rows}x{tiles.columns}, clusters of {tiles.cluster[1]}"] = tiles
-    return tried
 
 
 def _amount(rows: int, inputs: int, outputs: int) -> tuple[float, str]:

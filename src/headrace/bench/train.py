@@ -33,6 +33,7 @@ from headrace.trainers.blocks import decoder_layers
 from headrace.trainers.placement import Offload
 from headrace.trainers.torch_trainer import TorchTrainer
 from headrace.types import NO_KV, Sample, TrainBatch
+from headrace.weights.gpu_segments import grow_segments
 
 
 class LayerWeights(NamedTuple):
@@ -69,6 +70,9 @@ def run(
     """All figures as plain numbers. Without ``optimizer`` only forward and backward are run, which leaves
     the memory of its moments to large models."""
     workload = workload or StepWorkload()
+    if device == "cuda":
+        # As a trainer does in a process of its own.
+        grow_segments()
     rate = matmul_flops_per_s(device)
     cases = []
     for share in sharing:
@@ -140,7 +144,7 @@ def measure(
         "kept_bytes_per_token": trainer.blocks.bytes_per_token,
     }
     if optimizer:
-        _, times = timed(lambda: trainer.step(_batch(trainer, samples)), repeats, on_gpu=on_gpu)
+        times = _step_times(trainer, samples, repeats)
         figures |= {"step_s": statistics.median(times), "step_runs_s": times}
     figures["rollout_tokens_per_s"] = (
         sum(sample.num_tokens for sample in samples) / figures["forward_backward_s"]
@@ -149,6 +153,21 @@ def measure(
         figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         figures["peak_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
     return figures
+
+
+def _step_times(trainer: TorchTrainer, samples: Sequence[Sample], repeats: int) -> list[float]:
+    """Until the weights are there. Moments that then leave for the host do so while, in a run, the next completions are
+    generated."""
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        trainer.step(_batch(trainer, samples))
+        if trainer.model.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        seconds.append(time.perf_counter() - start)
+        if trainer.model.device.type == "cuda":
+            torch.cuda.synchronize()
+    return seconds[1:]
 
 
 def _batch(trainer: TorchTrainer, samples: Sequence[Sample]) -> TrainBatch:

@@ -35,6 +35,9 @@ PROBE_TOKENS = 1024
 MAX_GRAPHS = 64
 USABLE_SHARE = 0.92
 """Of the memory that is free; the rest is lost between blocks of memory of different sizes."""
+ROOM_SHARE = 0.7
+"""Of what a backward has let go of: with more, so few of its large pieces would stay whole that layers still to come
+would be given new ones (by a simulation of the allocator; docs/decisions/0015)."""
 
 
 class DecoderBlocks:
@@ -103,16 +106,18 @@ class DecoderBlocks:
 
     @contextmanager
     def telling_room(
-        self, told: Callable[[int], None], *, num_tokens: int, slope_bytes: int
+        self, told: Callable[[int], None], *, num_tokens: int, slope_bytes: int, gradient_bytes: int
     ) -> Iterator[None]:
-        """Around the forward of a row of ``num_tokens``, which keeps ``slope_bytes`` for the backward of the head. As
-        the backward comes to each layer it tells how much of what the forward had kept is free by then, and will not
-        be needed: less a layer's share, which a layer's backward may take, or compute again."""
+        """Around the forward of a row of ``num_tokens``, which keeps ``slope_bytes`` for the backward of the head, and
+        whose backward makes new gradients of ``gradient_bytes``. As it comes to each layer it tells how much of what
+        the forward had kept is free by then, and will not be needed: less two layers' shares, which a layer's backward
+        may take, or compute again."""
         layer_bytes = (self.bytes_per_token or 0.0) * num_tokens / max(len(self._layers), 1)
 
         def tell(index: int) -> None:
             num_done = len(self._layers) - 1 - max(index, self.num_recomputed - 1)
-            told(max(0, int(slope_bytes + layer_bytes * (num_done - 1))))
+            free_bytes = slope_bytes - gradient_bytes + layer_bytes * (num_done - 2)
+            told(max(0, int(ROOM_SHARE * free_bytes)))
 
         self._tell_room = tell
         try:

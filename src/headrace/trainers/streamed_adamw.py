@@ -25,6 +25,9 @@ PIECE_NUMEL = 2**24
 _NUM_SLOTS = 3
 """Pieces on the device at once: one on its way in, one that is updated, one on its way out. More, where more were
 brought before."""
+_REST_UPDATES = 16
+"""So many, from the coming one on, bring nothing more before it is due, once there was no memory for it: a GPU that is
+asked for memory it does not have waits for all that it was given."""
 
 _Moments = tuple[torch.Tensor, torch.Tensor]
 """The first and the second of a span."""
@@ -62,8 +65,8 @@ class StreamedAdamW(torch.optim.AdamW):
         self._early: list[_Visit] = []
         self._early_of: list[Piece] = []
         """Pieces of the first group, of the first of which there are visits."""
-        self._has_room = True
-        """False: there was none for what ``bring`` would have brought for the coming update."""
+        self._num_resting = 0
+        """Coming updates for which ``bring`` asks for no memory."""
         self._left: torch.cuda.Event | None = None
         """When the moments of the last update have left; None: there was none."""
 
@@ -75,7 +78,7 @@ class StreamedAdamW(torch.optim.AdamW):
             for number, group in enumerate(self.param_groups):
                 self._step(number, group)
         finally:
-            self._has_room = True
+            self._num_resting = max(0, self._num_resting - 1)
             if self._streams is not None:
                 self._left = self._streams[1].record_event()
 
@@ -87,14 +90,12 @@ class StreamedAdamW(torch.optim.AdamW):
         if not pieces or not _is_apart(parameters[0]) or not all(self.state.get(p) for p in parameters):
             return
         num_more = min(num_bytes // self._slot_bytes(pieces), len(pieces)) - len(self._early)
-        if num_more <= 0 or not self._has_room:
+        if num_more <= 0 or self._num_resting:
             return
-        try:
-            slots = self._new_slots(pieces, num_more)
-        except torch.OutOfMemoryError:
-            # It is free, but lies in too small parts: the update brings the rest. Asking again costs a wait each time.
-            self._has_room = False
-            return
+        slots = self._new_slots(pieces, num_more, as_there_is_room=True)
+        if len(slots) < num_more:
+            # It is free, but lies in too small parts: the update brings the rest.
+            self._num_resting = _REST_UPDATES
         self._early_of = pieces
         for slot in slots:
             self._early.append(self._arrive(pieces[len(self._early)], slot, None))
@@ -108,7 +109,6 @@ class StreamedAdamW(torch.optim.AdamW):
         """Also sends away what was brought for an update that is not to be."""
         super().zero_grad(set_to_none)
         self._drop_early()
-        self._has_room = True
 
     def _step(self, number: int, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -190,10 +190,19 @@ class StreamedAdamW(torch.optim.AdamW):
                 guest.copy_(own, non_blocking=True)
         return _Visit(slot, there, guests, arriving.record_event())
 
-    def _new_slots(self, pieces: list[Piece], count: int) -> list[torch.Tensor]:
-        """Taken on the main stream, whose freed memory is there; a side stream would be given memory of its own."""
+    def _new_slots(
+        self, pieces: list[Piece], count: int, *, as_there_is_room: bool = False
+    ) -> list[torch.Tensor]:
+        """Taken on the main stream, whose freed memory is there; a side stream would be given memory of its own.
+        ``as_there_is_room``: fewer, or none, where there is no memory for all."""
         shape, device = (sum(self._on_host), numel(pieces[0])), pieces[0][0].parameter.device
-        slots = [torch.empty(shape, device=device) for _ in range(count)]
+        slots: list[torch.Tensor] = []
+        try:
+            while len(slots) < count:
+                slots.append(torch.empty(shape, device=device))
+        except torch.OutOfMemoryError:
+            if not as_there_is_room:
+                raise
         main, arriving, _ = self._all_streams(pieces)
         arriving.wait_stream(main)
         if self._left is not None:

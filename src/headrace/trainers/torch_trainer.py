@@ -293,6 +293,8 @@ class TorchTrainer:
 
     def _prepare(self, parts: Sequence[TrainBatch]) -> list[Sequence[TrainRow]]:
         rows_of_parts: list[Sequence[TrainRow]] = [self._rows(part) for part in parts]
+        # What these passes need may still be held by moments on their way out.
+        self._settle()
         if self._options.distillation is not None:
             self._options.distillation.check(parts)
         if self.objective.needs_reference and not self._options.keep_reference:
@@ -443,10 +445,12 @@ class TorchTrainer:
         if not isinstance(self.optimizer, StreamedAdamW):
             return nullcontext()
         head_VH = self.policy.get_output_embeddings().weight
+        to_come = (p for p in self.model.parameters() if p.requires_grad and p.grad is None)
         return self.blocks.telling_room(
             self.optimizer.bring,
             num_tokens=row.tensors.token_ids_T.numel(),
             slope_bytes=kept_slope_bytes(row.tensors, head_VH) if keeps_slopes else 0,
+            gradient_bytes=sum(parameter.nbytes for parameter in to_come),
         )
 
     def _settle(self) -> None:

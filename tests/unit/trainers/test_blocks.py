@@ -23,7 +23,13 @@ from headrace.models.float_residual import keep_float_residual, residual_dtype
 from headrace.models.joined_linear import QUERY_KEY_VALUE, join_linears
 from headrace.models.packed_attention import build_layout, use_packed_attention
 from headrace.models.shared_prefix import segment_bounds
-from headrace.trainers.blocks import DecoderBlocks, compile_lean, decoder_layers, layers_to_recompute
+from headrace.trainers.blocks import (
+    ROOM_SHARE,
+    DecoderBlocks,
+    compile_lean,
+    decoder_layers,
+    layers_to_recompute,
+)
 from headrace.trainers.logprobs import RowTensors, row_tensors, token_logprobs
 from headrace.types import TrainBatch
 
@@ -56,13 +62,14 @@ def test_recomputed_layers_give_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("num_recomputed", "expected"), [(0, [0, 500, 1500]), (1, [0, 500, 1500]), (2, [0, 500, 500])]
+    ("num_recomputed", "free"),
+    [(0, [1500, 2500, 3500]), (1, [1500, 2500, 3500]), (2, [1500, 2500, 2500])],
 )
 def test_the_backward_tells_what_memory_it_has_freed(
     make_model: Callable[..., PreTrainedModel],
     make_batch: Callable[..., TrainBatch],
     num_recomputed: int,
-    expected: list[int],
+    free: list[int],
 ) -> None:
     """Of three layers that keep 1,000 bytes each, the last first; layers that are recomputed have kept nothing."""
     (row,) = pack(make_batch(num_samples=2).samples, row_tokens=10_000)
@@ -70,12 +77,26 @@ def test_the_backward_tells_what_memory_it_has_freed(
     use_packed_attention(model)
     blocks = DecoderBlocks(model, compiled=False)
     blocks.num_recomputed, blocks.bytes_per_token = num_recomputed, 3.0
-    with blocks.telling_room(told.append, num_tokens=1000, slope_bytes=500):
+    with blocks.telling_room(told.append, num_tokens=1000, slope_bytes=4000, gradient_bytes=500):
         logprobs, _ = token_logprobs(model, tensors)
     token_logprobs(model, tensors)[0].sum().backward()
     assert not told, "this forward was outside"
     logprobs.sum().backward()
-    assert told == expected
+    assert told == pytest.approx([ROOM_SHARE * num_bytes for num_bytes in free], abs=1)
+
+
+def test_gradients_to_come_are_no_room(
+    make_model: Callable[..., PreTrainedModel], make_batch: Callable[..., TrainBatch]
+) -> None:
+    (row,) = pack(make_batch(num_samples=2).samples, row_tokens=10_000)
+    tensors, model, told = row_tensors(row, device="cpu"), make_model(num_layers=3), []
+    use_packed_attention(model)
+    blocks = DecoderBlocks(model, compiled=False)
+    blocks.bytes_per_token = 3.0
+    with blocks.telling_room(told.append, num_tokens=1000, slope_bytes=4000, gradient_bytes=9000):
+        logprobs, _ = token_logprobs(model, tensors)
+    logprobs.sum().backward()
+    assert told == [0, 0, 0]
 
 
 def test_what_layers_keep_is_divided_by_the_tokens_that_were_computed(

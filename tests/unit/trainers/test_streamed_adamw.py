@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -253,20 +253,29 @@ def test_an_update_that_is_not_to_be_leaves_nothing_behind(device: Device) -> No
 def test_memory_that_lies_in_too_small_parts_is_no_fault(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What there is of it is used, and it is not asked for again for a while."""
     parameters, first, second = build(device, MOMENTS)
-    asked: list[object] = []
-    for num_before in range(2):
+    empty, asked = torch.empty, []
+
+    def for_two(*given: Any, **more: Any) -> torch.Tensor:
+        asked.append(given)
+        return empty(*given, **more) if len(asked) <= 2 else _no_room()
+
+    for number in range(1 + streamed_adamw._REST_UPDATES):
         give_gradients(parameters)
         with monkeypatch.context() as patched:
-            patched.setattr(Queued, "_new_slots", lambda *given: asked.append(given) or _no_room())
+            patched.setattr(torch, "empty", for_two)
             second.bring(7 * SLOT_BYTES)
             second.bring(9 * SLOT_BYTES)
-            assert len(asked) == num_before, (
-                "there are no moments at first, and asking again would cost a wait again"
-            )
+            assert len(second._early) == (2 if number == 1 else 0)
+            assert len(asked) == (0 if number == 0 else 3), "there are no moments at first"
         first.step()
         second.step()
         device.finish_main()
+        second.zero_grad()
+    second.bring(7 * SLOT_BYTES)
+    assert len(second._early) == 7
+    second.zero_grad()
     second.settle()
     check_alike(parameters, first, second)
 
@@ -279,7 +288,7 @@ def test_an_update_without_memory_keeps_what_moments_still_come_to(
     second.step()
     device.finish_main()
     second.bring(SLOT_BYTES)
-    monkeypatch.setattr(Queued, "_new_slots", _no_room)
+    monkeypatch.setattr(torch, "empty", _no_room)
     with pytest.raises(torch.OutOfMemoryError):
         second.step()
     second.zero_grad()
@@ -305,5 +314,5 @@ def test_what_leaves_in_a_half_done_update_is_waited_for(
     assert leaving.num_done == len(leaving.queue) > 0
 
 
-def _no_room(*_: object) -> list[torch.Tensor]:
+def _no_room(*_: object, **__: object) -> NoReturn:
     raise torch.OutOfMemoryError

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -303,12 +304,29 @@ def test_moments_are_brought_in_the_backward_of_a_steps_last_row(
     result = trainer.step(make_batch())
     num_rows = int(result.metrics["num_rows"])
     assert num_rows > 2
-    # Once for each of two layers.
-    assert log == ["settled", *["row"] * num_rows, "brought", "brought"]
+    # Before whatever is computed; and once for each of two layers.
+    assert log == ["settled", "settled", *["row"] * num_rows, "brought", "brought"]
     log.clear()
     for rows in trainer.prepare(make_batch(step=2)):
         trainer.accumulate(rows, before_update=True, update_follows=False)
     assert "brought" not in log
+
+
+def test_moments_get_no_memory_that_gradients_will_take(
+    build: Build, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the same backward makes: all of them where it is the only one before an update."""
+    told: list[int] = []
+
+    def telling_room(*_: object, gradient_bytes: int, **__: object) -> AbstractContextManager[None]:
+        told.append(gradient_bytes)
+        return nullcontext()
+
+    for row_tokens in (10_000, 16):
+        trainer = build(offload="moments", row_tokens=row_tokens)
+        monkeypatch.setattr(trainer.blocks, "telling_room", telling_room)
+        trainer.step(make_batch())
+    assert told == [4 * sum(weight.numel() for weight in trainer.model.parameters()), 0]
 
 
 @pytest.mark.parametrize("offload", ["none", "first_moments", "moments"])
