@@ -12,6 +12,8 @@ import typer
 from headrace.cli import app
 
 ROOT = Path(__file__).parents[1]
+GENERATED = {"settings.md", "losses.md", "pivots.md"}
+WIDEST = 120
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -68,3 +70,13 @@ def test_commands_and_their_options_exist(page):
         if is_group or not given <= options | {"--help"}:
             unknown.append(line)
     assert not unknown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_prose_is_wrapped(page):
+    """Tables, commands, and pages that are generated are as wide as they must be."""
+    if page.name in GENERATED:
+        return
+    lines = page.read_text(encoding="utf-8").splitlines()
+    prose = [line for line in lines if not line.startswith(("|", "    "))]
+    assert [line for line in prose if len(line) > WIDEST] == []
