@@ -78,7 +78,7 @@ bench-gpu: setup  ## all that one GPU is held to, with its peers, whatever fails
 	-$(GPU_BENCH) sync --shape qwen2-7b --only full-cuda_ipc --json build/bench/sync-7b.json
 	-$(GPU_BENCH) mismatch --against vllm $(PEER) --json build/bench/mismatch.json
 	-$(GPU_BENCH) soak --json build/bench/soak.json
-	$(GPU_BENCH) aims build/bench
+	$(GPU_BENCH) aims build/bench --picture build/bench/gpu.svg
 
 clean:  ## remove caches and build products; the virtual environment and runs/ stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -396,15 +396,21 @@ def bench_lag(
 @bench.command("aims")
 def bench_aims(
     files: Annotated[list[Path], typer.Argument(help="what --json has written, or folders of such files")],
+    picture: Annotated[
+        Path | None, typer.Option(help="draw rollouts and steps beside their peers here, as SVG")
+    ] = None,
     json_file: JsonFile = None,
     show_traceback: Traceback = False,
 ) -> None:
     """What Headrace is held to on one GPU, beside figures that were written to files."""
-    from headrace.bench import aims
+    from headrace.bench import aims, gpu_picture
 
-    figures = aims.run(aims.read(files, progress=_tell))
+    found = aims.read(files, progress=_tell)
+    figures = aims.run(found)
     output().print(aims.table(figures))
     write_json(json_file, figures)
+    if picture is not None:
+        gpu_picture.write(found, picture)
 
 
 def _write(name: str, json_file: Path | None, figures: Mapping[str, Any], *, on_gpu: bool = True) -> None:
