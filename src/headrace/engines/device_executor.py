@@ -27,7 +27,7 @@ from headrace.engines.device_passes import DrawInputs, upload
 from headrace.engines.device_setup import DeviceLimits, prepare
 from headrace.engines.graphs import Graphs, many_captures
 from headrace.engines.held_weights import HeldWeights
-from headrace.engines.pieces import Piece, lay_out
+from headrace.engines.pieces import Piece, PieceLayout, lay_out
 from headrace.engines.prompt_batches import PromptBatches
 from headrace.engines.route_table import RoutedRows, RouteTable
 from headrace.engines.sampler import Drawn
@@ -145,16 +145,14 @@ class DeviceExecutor:
         if len(work.decode):
             self._bring_known_tokens(work.decode)
             self._decoding.run(table, work.decode)
-            self._hand_over_routes(flight, work.decode, table.computed[work.decode])
+            if self._recorder is not None:
+                self._hand_over_routes(flight, self._places(work.decode))
             self._hand_over(flight, 0, work.decode, self._passes.logits[: len(work.decode)])
         if work.chunks:
-            logits_RV = self._prefill([self._piece(chunk) for chunk in work.chunks], last)
-            counts = [chunk.stop - chunk.start for chunk in work.chunks]
-            self._hand_over_routes(
-                flight,
-                np.repeat([chunk.sequence.slot for chunk in work.chunks], counts),
-                np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in work.chunks]),
-            )
+            layout = lay_out([self._piece(chunk) for chunk in work.chunks], table.block_size)
+            logits_RV = self._prefill(layout, last)
+            if self._recorder is not None:
+                self._hand_over_routes(flight, layout.places)
             if last:
                 self._draw_prompts(ending, logits_RV)
                 self._hand_over(flight, 1, ending, logits_RV)
@@ -183,11 +181,16 @@ class DeviceExecutor:
     def _piece(self, chunk: Chunk) -> Piece:
         slot = chunk.sequence.slot
         tokens = self.table.token_ids[slot, chunk.start : chunk.stop]
-        return Piece(slot, chunk.start, tokens, self.table.blocks[slot], chunk.sequence.adapter)
+        blocks, adapter = self.table.blocks[slot], chunk.sequence.adapter
+        return Piece(slot, chunk.start, tokens, blocks, adapter, chunk.only_logits)
 
-    def _prefill(self, pieces: list[Piece], last: list[int]) -> torch.Tensor:
+    def _places(self, slots: np.ndarray) -> np.ndarray:
+        """int64, where the rows that these slots decode are written."""
+        size, at = self.table.block_size, self.table.computed[slots]
+        return self.table.blocks[slots, at // size] * size + at % size
+
+    def _prefill(self, layout: PieceLayout, last: list[int]) -> torch.Tensor:
         """float32 [R, V] of the pieces ``last`` numbers, at their last rows; the next pass may write over them."""
-        layout = lay_out(pieces, self.table.block_size)
         wanted = layout.last_rows(last)
         self._passes.bring_tables(layout)
         if self._prompts.run(layout, wanted):
@@ -218,10 +221,7 @@ class DeviceExecutor:
         flight.token_ids.append(token_ids_R)
         flight.logprobs.append(logprobs_R)
 
-    def _hand_over_routes(self, flight: DeviceFlight, slots: np.ndarray, positions: np.ndarray) -> None:
+    def _hand_over_routes(self, flight: DeviceFlight, places: np.ndarray) -> None:
         """Send the routes of a pass's rows on their way, before the next pass writes over them."""
-        if self._recorder is None:
-            return
-        size = self.table.block_size
-        places = self.table.blocks[slots, positions // size] * size + positions % size
-        flight.routed.append(RoutedRows(places, to_host(self._recorder.rows(len(slots)))))
+        assert self._recorder is not None
+        flight.routed.append(RoutedRows(places, to_host(self._recorder.rows(len(places)))))

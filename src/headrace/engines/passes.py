@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from headrace.engines.kv_cache import SCRATCH_BLOCK
 from headrace.engines.lanes import LaneRows
 from headrace.models.adapter_bank import AdapterBank
 from headrace.models.head import float_logits
@@ -47,6 +48,8 @@ class Piece(NamedTuple):
     start: int
     table: np.ndarray
     adapter: int = 0
+    only_logits: bool = False
+    """Keys and values lie there already, and are written to the scratch block instead."""
 
 
 class Rows:
@@ -124,7 +127,7 @@ class Rows:
         for i, chunk in enumerate(chunks):
             lengths = self._padded[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
             for a, b in _spans(lengths):
-                piece = Piece(chunk.token_ids[a:b], chunk.start + a, chunk.table, chunk.adapter)
+                piece = chunk._replace(token_ids=chunk.token_ids[a:b], start=chunk.start + a)
                 alike.setdefault((int(lengths[a]), b - a), []).append((i, piece))
         stops = [chunk.start + len(chunk.token_ids) for chunk in chunks]
         ends = [0] * len(chunks)
@@ -144,7 +147,9 @@ class Rows:
         tables = np.stack([piece.table[: kv_length // size] for piece in pieces])
         starts = np.array([piece.start for piece in pieces])
         positions = starts[:, None] + np.arange(run)
-        slots = np.take_along_axis(tables, positions // size, axis=1) * size + positions % size
+        written = np.take_along_axis(tables, positions // size, axis=1)
+        written[[piece.only_logits for piece in pieces]] = SCRATCH_BLOCK
+        slots = written * size + positions % size
         positions = positions.reshape(-1)
         self._group(0, len(positions), tables.reshape(-1), len(pieces), kv_length, positions)
         token_ids = np.concatenate([piece.token_ids for piece in pieces])

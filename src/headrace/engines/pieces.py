@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.engines.kv_cache import SCRATCH_BLOCK
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -23,6 +25,8 @@ class Piece:
     blocks: np.ndarray
     """Its block table, up to the last row at least."""
     adapter: int = 0
+    only_logits: bool = False
+    """Keys and values lie there already, and are written to the scratch block instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,10 @@ class PieceLayout:
         return self.rows.shape[1]
 
     @property
+    def places(self) -> np.ndarray:
+        return self.rows[2]
+
+    @property
     def num_pieces(self) -> int:
         return self.pieces.shape[1]
 
@@ -53,7 +61,9 @@ def lay_out(pieces: Sequence[Piece], block_size: int) -> PieceLayout:
     of_piece = np.repeat(np.arange(len(pieces)), counts)
     width = int(positions.max()) // block_size + 1
     blocks = np.stack([piece.blocks[:width] for piece in pieces])
-    places = blocks[of_piece, positions // block_size] * block_size + positions % block_size
+    written = blocks[of_piece, positions // block_size]
+    written[np.array([piece.only_logits for piece in pieces])[of_piece]] = SCRATCH_BLOCK
+    places = written * block_size + positions % block_size
     token_ids = np.concatenate([piece.token_ids for piece in pieces])
     adapters = np.array([piece.adapter for piece in pieces])[of_piece]
     slots, starts = (np.array([getattr(piece, name) for piece in pieces]) for name in ("slot", "start"))

@@ -163,7 +163,8 @@ class PlainExecutor:
         for chunk in chunks:
             slot = chunk.sequence.slot
             tokens = table.token_ids[slot, chunk.start : chunk.stop]
-            pieces.append(Piece(tokens, chunk.start, table.blocks[slot], chunk.sequence.adapter))
+            adapter = chunk.sequence.adapter
+            pieces.append(Piece(tokens, chunk.start, table.blocks[slot], adapter, chunk.only_logits))
         return pieces
 
     def _resident_length(self) -> int:

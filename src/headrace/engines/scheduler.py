@@ -5,7 +5,8 @@ the prompt chunks that are prefilled. Every decoding sequence is in every pass; 
 budget goes to prompts, oldest first.
 
 Before a chunk is computed, blocks with the same content are taken over from other sequences, those of
-the same pass included: within a layer all keys and values are written before any are read. When blocks
+the same pass included: within a layer all keys and values are written before any are read. Where blocks hold all of
+a sequence, its last row is computed once more for its logits, and written nowhere. When blocks
 run out the youngest running sequence is sent back to wait and later computed again from its tokens. The
 oldest can always go on, since no sequence may outgrow the pool.
 
@@ -37,6 +38,8 @@ class Chunk:
     sequence: Sequence
     start: int
     stop: int
+    only_logits: bool = False
+    """Its one row lies in a block already that others may read: keys and values must not be written again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +184,12 @@ class Scheduler:
     def _add_chunk(self, sequence: Sequence, budget: int, versions: np.ndarray, chunks: list[Chunk]) -> int:
         """Schedule the next rows of a prompt; returns how many."""
         version = int(versions[sequence.adapter])
-        self._match(sequence, version)
+        is_all_there = self._match(sequence, version)
         start, length = int(self.table.computed[sequence.slot]), int(self.table.length[sequence.slot])
         covered = self._cover(sequence, min(start + budget, length), version)
         if covered <= start:
             return 0
-        chunks.append(Chunk(sequence, start, covered))
+        chunks.append(Chunk(sequence, start, covered, only_logits=is_all_there))
         self._publish(sequence, start, covered, version)
         return covered - start
 
@@ -231,8 +234,6 @@ class Scheduler:
         before: list[bytes] = []
         for sequence, most in zip(sequences, needed, strict=True):
             digests = block_digests(sequence.token_ids, size, sequence.digests, sequence.adapter)
-            # The last token is always computed, so the block it is in is never shared.
-            digests = digests[: (len(sequence.token_ids) - 1) // size]
             free -= most - max(num_common(before, digests), self.pool.num_held(digests))
             if free < 0:
                 return False
@@ -247,21 +248,24 @@ class Scheduler:
         num_siblings = sum(other.request.fork == fork and not other.started for other in self.waiting)
         return self.table.num_free >= min(num_siblings, len(self.table.length))
 
-    def _match(self, sequence: Sequence, version: int) -> None:
-        """Take over computed blocks; the last token is always computed, since its logits are needed."""
+    def _match(self, sequence: Sequence, version: int) -> bool:
+        """Take over computed blocks. True: they hold all rows, of which the last counts as not computed, since its
+        logits are needed."""
         table, size, slot = self.table, self.table.block_size, sequence.slot
         length, at = int(table.length[slot]), int(table.computed[slot])
         if at != len(sequence.blocks) * size or sequence.kv_version != version:
-            return
+            return False
         digests = block_digests(table.token_ids[slot, :length], size, sequence.digests, sequence.adapter)
-        found = self.pool.share(digests[at // size : (length - 1) // size])
+        found = self.pool.share(digests[at // size :])
         self._give(sequence, found)
-        start, at = at, at + len(found) * size
+        num_found = at + len(found) * size
+        start, at = at, min(num_found, length - 1)
         table.row_versions[slot, start:at] = version
         table.computed[slot] = at
         self.counters.cache_hit_tokens += at - start
         if sequence.fork_unseen:
             self._note_fork(sequence, at, version)
+        return num_found == length
 
     def _note_fork(self, sequence: Sequence, num_found: int, version: int) -> None:
         """Count a branch once, when it starts."""

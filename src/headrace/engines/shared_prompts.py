@@ -1,8 +1,8 @@
 """Which rows of a decode pass have their prompt in the same blocks.
 
 In: the block tables of the decoding slots. Out: pieces of at most ``MAX_MEMBERS`` rows and the length of the prefix
-each has in common. Only blocks that a prompt fills with a token to spare are looked at: those are computed before a
-sequence decodes, and stay its own until it leaves its slot.
+each has in common. Only blocks of prompts are looked at, and of these such as lie before the row: they stay a
+sequence's own until it leaves its slot.
 
 Every piece is right, since its rows are compared block by block; which rows are put together is a good choice and
 not always the best.
@@ -52,7 +52,7 @@ class SharedPromptFinder:
         # A number of its own for every placement, so it stands for the slot as well.
         tenants = table.tenant[slots]
         if not np.array_equal(tenants, self._tenants):
-            depths = (table.num_prompt[slots] - 1) // table.block_size
+            depths = np.minimum(table.num_prompt[slots], table.computed[slots]) // table.block_size
             self._tenants = tenants
             self._found = shared_prompts(table.blocks[slots], depths, table.block_size)
         return self._found

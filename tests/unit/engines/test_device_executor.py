@@ -128,6 +128,18 @@ def test_a_group_computes_its_prompt_once(make_device_engine, run_engine, make_r
     assert engine.counters()["cache_hit_tokens"] == 5 * 48
 
 
+def test_a_prompt_that_fills_its_blocks_is_computed_once_but_for_its_last_token(
+    make_device_engine, make_engine, run_engine, make_request
+):
+    group = [make_request(f"g{i}", prompt=np.arange(48) % 61, seed=i, max_tokens=20) for i in range(6)]
+    engine = make_device_engine()
+    together, plain = run_engine(engine, *group), run_engine(make_engine(), *group)
+    assert engine.counters()["prefill_tokens"] == 48 + 5
+    for name, expected in plain.items():
+        np.testing.assert_array_equal(together[name].token_ids, expected.token_ids)
+        np.testing.assert_allclose(together[name].logprobs, expected.logprobs, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"max_running": 7}, {"kv_tokens": 240}, {"prefill_tokens": 20}],

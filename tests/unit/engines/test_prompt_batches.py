@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
+from headrace.engines.kv_cache import SCRATCH_BLOCK
 from headrace.engines.pieces import Piece, lay_out
 from headrace.engines.prompt_batches import PromptBatch, PromptBatches, bucket_rows
+
+SIZE = 16
 
 
 def piece(slot, start, count, *, adapter=0):
@@ -27,6 +31,14 @@ def test_pieces_lie_one_behind_the_other():
     assert layout.pieces.tolist() == [[3, 0], [14, 0], [4, 2], [0, 4]]
     assert layout.blocks.tolist() == [[400, 401], [100, 101]]
     assert layout.last_rows([0, 1]).tolist() == [3, 5] and layout.last_rows([]).tolist() == []
+
+
+def test_rows_that_are_there_already_are_written_to_the_scratch_block():
+    first, last = piece(0, 0, 2 * SIZE), piece(1, 2 * SIZE - 1, 1)
+    layout = lay_out([first, replace(last, blocks=first.blocks, only_logits=True)], SIZE)
+    assert layout.rows[1, -2:].tolist() == [2 * SIZE - 1] * 2, "both rows are at the same position"
+    assert layout.places[-1] == SCRATCH_BLOCK * SIZE + SIZE - 1
+    assert len(set(layout.places.tolist())) == 2 * SIZE + 1
 
 
 @pytest.mark.parametrize("most", [1, 17, 64, 65, 300, 4096, 16384])

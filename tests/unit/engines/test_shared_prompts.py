@@ -107,6 +107,7 @@ def test_a_slot_that_another_sequence_took_is_looked_at_again():
         sequence = new_sequence(request, 22)
         table.place(sequence)
         table.blocks[sequence.slot, :4] = blocks
+        table.computed[sequence.slot] = 13
         return sequence
 
     finder = SharedPromptFinder()
@@ -119,3 +120,17 @@ def test_a_slot_that_another_sequence_took_is_looked_at_again():
     place([7, 8, 9, 10])
     assert pieces_of(finder.find(table, slots)) == [([0, 2], 3)]
     assert finder.find(table, slots[:1]).num_pieces == 0
+
+
+def test_a_prompt_that_fills_its_blocks_is_shared_to_its_end():
+    """But not by a row that is its last one still."""
+    table, slots = SlotTable(3, SIZE), np.arange(3)
+    for own in (4, 5, 6):
+        request = Request(id="r", prompt_ids=np.arange(3 * SIZE), sampling=Sampling(max_tokens=9), seed=0)
+        sequence = new_sequence(request, 4 * SIZE)
+        table.place(sequence)
+        table.blocks[sequence.slot, :4] = [1, 2, 3, own]
+    table.computed[:] = 3 * SIZE
+    assert pieces_of(SharedPromptFinder().find(table, slots)) == [([0, 1, 2], 3)]
+    table.computed[:] = 3 * SIZE - 1
+    assert pieces_of(SharedPromptFinder().find(table, slots)) == [([0, 1, 2], 2)]

@@ -118,6 +118,21 @@ def test_a_group_computes_its_prompt_once(make_engine, run_engine, make_request,
     assert len({tuple(c.token_ids) for c in together.values()}) == 6
 
 
+@pytest.mark.parametrize("prefill_tokens", [512, 20])
+def test_a_prompt_that_fills_its_blocks_is_computed_once_but_for_its_last_token(
+    make_engine, run_engine, make_request, same_bits, prefill_tokens
+):
+    """Also by members that begin in a later pass."""
+    group = [make_request(f"g{i}", prompt=np.arange(48) % 61, seed=i) for i in range(6)]
+    engine = make_engine(prefill_tokens=prefill_tokens)
+    together = run_engine(engine, *group)
+    counters = engine.counters()
+    assert counters["cache_hit_tokens"] == 5 * 47
+    assert counters["prefill_tokens"] == 48 + 5
+    for request in group:
+        assert same_bits(run_engine(make_engine(), request)[request.id], together[request.id])
+
+
 def test_a_long_prompt_is_shared_while_it_is_still_being_computed(make_engine, run_engine, make_request):
     engine = make_engine(prefill_tokens=32)
     run_engine(engine, *[make_request(f"g{i}", prompt=np.arange(200) % 61, max_tokens=2) for i in range(3)])
