@@ -390,19 +390,20 @@ def quieten() -> None:
 
 
 async def cluster(
-    settings: Settings, rewards: Sequence[Reward], *, run_dir: Path
+    settings: Settings, rewards: Sequence[Reward], *, run_dir: Path, side_by_side: bool = False
 ) -> LocalCluster | InlineCluster:
-    """Engines, trainer and scorer, started as the launcher setting says."""
+    """Engines, trainer and scorer, started as the launcher setting says. ``side_by_side``: processes that compute on
+    one GPU are given a service for that, where there is one (``launch/gpu_service``)."""
     directory = create_segment_directory()
     try:
-        return await _start(settings, rewards, directory, run_dir=run_dir)
+        return await _start(settings, rewards, directory, run_dir=run_dir, side_by_side=side_by_side)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
 
 
 async def _start(
-    settings: Settings, rewards: Sequence[Reward], directory: Path, *, run_dir: Path
+    settings: Settings, rewards: Sequence[Reward], directory: Path, *, run_dir: Path, side_by_side: bool
 ) -> LocalCluster | InlineCluster:
     told: dict[str, Any] = {
         "settings": settings.model_dump(mode="json", exclude_none=True),
@@ -452,17 +453,9 @@ async def _start(
         deadlines_s=deadlines(_longest_wait_s(settings)),
         directory=directory,
         num_minibatches=settings.trainer.minibatches,
-        shares_gpu=may_share_gpu(settings),
+        shares_gpu=side_by_side,
     )
     return await launcher.spawn()
-
-
-def may_share_gpu(settings: Settings) -> bool:
-    """Whether engines and a trainer, processes of their own, would compute at the same time on one GPU, if there is
-    one."""
-    run, rollout, trainer = settings.run, settings.rollout, settings.trainer
-    together = run.launcher == "local" and rollout.max_lag > 0 and trainer.ranks == 1
-    return together and settings.model.device != "cpu"
 
 
 def _longest_wait_s(settings: Settings) -> float:

@@ -22,7 +22,6 @@ from headrace import build, roles
 from headrace.config import Settings
 from headrace.data import masks
 from headrace.errors import HeadraceError
-from headrace.launch import gpu_service
 from headrace.types import (
     NO_KV,
     Completion,
@@ -188,21 +187,6 @@ def _architecture(settings: Settings, model: str) -> Any:
     return examine_sizes(load_config(model), getattr(torch, build.dtype(settings)), build.lora(settings))
 
 
-def _sharing(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
-    """Only where engines and trainer would compute on one GPU at the same time."""
-    if not build.may_share_gpu(settings) or build.device(settings.model.device) != "cuda":
-        return
-    if gpu_service.is_installed():
-        yield Finding(check="one GPU", verdict="ok", detail="kernels of engines and trainer run side by side")
-        return
-    yield Finding(
-        check="one GPU",
-        verdict="warn",
-        detail="engines and trainer take turns of milliseconds on it: NVIDIA's Multi-Process Service "
-        "(nvidia-cuda-mps-control, which comes with the driver) is not here",
-    )
-
-
 def _rewards(settings: Settings, facts: dict[str, Any]) -> Iterator[Finding]:
     """The gold answer must earn more than nonsense."""
     told = build.scorer_settings(settings, list(settings.reward.functions))
@@ -299,7 +283,6 @@ _RUN_CHECKS = (
     ("weights", _weights),
     ("tasks", _tasks),
     ("sequence length", _context),
-    ("one GPU", _sharing),
     ("reward", _rewards),
     ("engine", _agreement),
 )

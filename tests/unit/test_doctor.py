@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 
-from headrace import build, demo, doctor
+from headrace import demo, doctor
 from headrace.config import from_dict
 from headrace.errors import ModelError
 from headrace.kernels import gated_library
-from headrace.launch import gpu_service
 from headrace.models import flash
 
 
@@ -99,16 +97,3 @@ def test_kernels_that_cannot_be_used_do_not_stop_the_other_checks(monkeypatch):
     (finding,) = [finding for finding in findings if finding.check == "attention"]
     assert finding.verdict == "fail" and finding.detail.endswith("install it anew")
     assert [finding.check for finding in findings[-2:]] == ["gated layers", "shared memory"]
-
-
-@pytest.mark.parametrize(("installed", "verdict"), [(True, "ok"), (False, "warn")])
-def test_how_engines_and_trainer_share_one_gpu_is_told_where_they_would(monkeypatch, installed, verdict):
-    monkeypatch.setattr(gpu_service, "is_installed", lambda: installed)
-    monkeypatch.setattr(build, "device", lambda name: "cuda")
-
-    def told(lag):
-        return list(doctor._sharing(from_dict({"rollout.max_lag": lag}, training=False), {}))
-
-    assert told(0) == []
-    (finding,) = told(1)
-    assert finding.verdict == verdict

@@ -274,7 +274,8 @@ async def _train(
     rows = [{"prompt": "a", "number": i} for i in range(4096)]
     times = ToldSteps(progress)
     progress("starting engine and trainer")
-    cluster = await build.cluster(settings, [], run_dir=run_dir)
+    side_by_side = settings.rollout.max_lag > 0
+    cluster = await build.cluster(settings, [], run_dir=run_dir, side_by_side=side_by_side)
     times.is_side_by_side = cluster.is_side_by_side
     try:
         progress("running")

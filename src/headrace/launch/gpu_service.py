@@ -3,7 +3,7 @@
 In: a directory of the run's own. Out: what roles must find in their environment to be served. Without a service
 processes take turns of a few milliseconds and compute the same, so whatever keeps one from being used costs time and
 nothing else: there is no GPU, it is not installed, it does not start, or a process that tries it cannot compute. One
-that is there already is used and left alone; whoever names one by ``CUDA_MPS_PIPE_DIRECTORY``, there or not, decides.
+that is there already is used and left alone. Whoever sets a ``CUDA_MPS_`` variable decides: then none is started.
 
     how the run ends       who ends its service
     stop()                 this file: ask, then SIGKILL
@@ -27,16 +27,20 @@ from headrace.errors import DeadlineError
 from headrace.launch.guardian import Guardian
 
 _CONTROL = "nvidia-cuda-mps-control"
-_PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
-_USUAL_PIPES = Path("/tmp/nvidia-mps")
-_DRIVER = Path("/dev/nvidiactl")
-_START_S, _ANSWER_S, _TRY_S, _END_S = 20.0, 20.0, 60.0, 10.0
-_LOOK_S = 0.02
+_NAME = "nvidia-cuda-mps"
+"""Of its processes, as far as the system keeps it."""
+_VARIABLES, _VISIBLE = "CUDA_MPS_", "CUDA_VISIBLE_DEVICES"
+_PIPES, _LOGS = f"{_VARIABLES}PIPE_DIRECTORY", f"{_VARIABLES}LOG_DIRECTORY"
+_USUAL_PIPES = "/tmp/nvidia-mps"
+_DRIVER = "/dev/nvidiactl"
+_START_S, _ANSWER_S, _TRY_S, _END_S = 90.0, 10.0, 60.0, 10.0
+_LOOK_S = 0.05
 _TRY = """
 import ctypes, sys
 cuda, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
 found = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0)
-sys.exit(bool(found or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)))
+found = found or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+sys.exit(f"CUDA error {found}" if found else 0)
 """
 TRY = (sys.executable, "-I", "-S", "-c", _TRY)
 """Of a process that begins to compute on the first GPU, without what takes long to import."""
@@ -51,91 +55,106 @@ class GpuService:
     """Of processes that it is to serve, besides what they inherit."""
     process: asyncio.subprocess.Process | None = None
     """None: it is not the run's own."""
+    servers: tuple[int, ...] = ()
+    """Processes that it has started to serve others."""
 
     async def stop(self) -> None:
         """When those it serves have ended. It may be called again."""
-        if self.process is None or self.process.returncode is not None:
+        if self.process is None:
             return
-        await _asked("quit", self.environment)
         try:
-            await asyncio.wait_for(self.process.wait(), _END_S)
+            if self.process.returncode is None:
+                await _asked("quit", self.environment)
+                await asyncio.wait_for(self.process.wait(), _END_S)
         except TimeoutError:
+            _log.warning("NVIDIA's Multi-Process Service did not end within %g s; it is killed", _END_S)
+        finally:
+            for server in self.servers:
+                _kill_server(server)
             await _kill(self.process)
 
 
-def is_installed() -> bool:
-    return shutil.which(_CONTROL) is not None
-
-
 async def start_gpu_service(directory: Path, *, log: Path, guardian: Guardian) -> GpuService | None:
-    """``directory`` must not exist yet, and have a short name, since sockets lie there. None: roles take turns."""
-    if not _DRIVER.exists() or not is_installed():
+    """For the first GPU that this process sees. ``directory`` must not exist yet, and have a short name, since sockets
+    lie there. None: roles take turns."""
+    if not os.path.exists(_DRIVER) or shutil.which(_CONTROL) is None or os.environ.get(_VISIBLE) == "":
         return None
-    if _PIPES in os.environ or (_USUAL_PIPES / "control").exists():
-        is_there = await _asked("get_server_list", {}) is not None
-        if is_there or _PIPES in os.environ:
-            return GpuService({}) if is_there else None
+    is_decided = any(name.startswith(_VARIABLES) for name in os.environ)
+    try:
+        if (is_decided or os.path.exists(f"{_USUAL_PIPES}/control")) and await _servers_tried({}, log):
+            return GpuService({})
+        return None if is_decided else await _own(directory, log, guardian)
+    except (OSError, DeadlineError, _Unusable) as error:
+        _log.warning(
+            "engine and trainer take turns on the GPU, since NVIDIA's Multi-Process Service cannot be used: %s; "
+            "see %s",
+            error,
+            log,
+        )
+        return None
+
+
+class _Unusable(Exception):
+    """Why a service was given up."""
+
+
+async def _own(directory: Path, log: Path, guardian: Guardian) -> GpuService:
     directory.mkdir()
-    environment = {_PIPES: str(directory), _LOGS: str(directory)}
-    try:
-        process = await _launch(environment, log)
-    except OSError as error:
-        _warn(f"cannot be started ({error})", log)
-        return None
-    guardian.watch(process.pid)
-    service = GpuService(environment, process)
-    try:
-        trouble = await _trouble(process, environment, directory)
-    except BaseException:
-        await _kill(process)
-        raise
-    if not trouble:
-        return service
-    _warn(trouble, log)
-    await service.stop()
-    return None
-
-
-def _warn(trouble: str, log: Path) -> None:
-    _log.warning(
-        "engine and trainer take turns on the GPU, since NVIDIA's Multi-Process Service %s; see %s, or set %s to a "
-        "folder of your own service's",
-        trouble,
-        log,
-        _PIPES,
-    )
-
-
-async def _launch(environment: dict[str, str], log: Path) -> asyncio.subprocess.Process:
-    # A service counts the GPUs that it sees anew, and processes would choose among those by the old numbers.
-    own = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    told, called = _first_gpu()
+    environment = {_PIPES: str(directory), _LOGS: str(directory), _VISIBLE: called}
     with log.open("ab") as log_file:
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *(_CONTROL, "-f"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log_file,
             stderr=log_file,
             start_new_session=True,
-            env=own | environment,
+            env={**os.environ, **environment, _VISIBLE: told},
         )
+    guardian.watch(process.pid)
+    service = GpuService(environment, process)
+    try:
+        async with asyncio.timeout(_START_S):
+            await _answers(process, environment)
+            servers = await _servers_tried(environment, log)
+    except TimeoutError:
+        await service.stop()
+        raise _Unusable(f"it was not ready {_START_S:g} s after its start") from None
+    except BaseException:
+        await _kill(process)
+        raise
+    if not servers:
+        await service.stop()
+        raise _Unusable("no process could compute under it")
+    for server in servers:
+        guardian.watch(server)
+    return GpuService(environment, process, servers)
 
 
-async def _trouble(
-    process: asyncio.subprocess.Process, environment: Mapping[str, str], directory: Path
-) -> str:
-    """Why it cannot be used; empty: it can."""
-    due = asyncio.get_running_loop().time() + _START_S
-    while not (directory / "control").exists():
+def _first_gpu() -> tuple[str, str]:
+    """How a service is told of the first GPU alone, and what processes then call it: it counts those it sees anew, and
+    it takes memory on each of them."""
+    first = os.environ.get(_VISIBLE, "0").split(",")[0].strip()
+    return first, "0" if first.isdigit() else first
+
+
+async def _answers(process: asyncio.subprocess.Process, environment: Mapping[str, str]) -> None:
+    while await _asked("get_server_list", environment) is None:
         if process.returncode is not None:
-            return f"ended with {process.returncode}"
-        if asyncio.get_running_loop().time() > due:
-            return f"was not there {_START_S:g} s after its start"
+            raise _Unusable(f"it ended with {process.returncode}")
         await asyncio.sleep(_LOOK_S)
+
+
+async def _servers_tried(environment: Mapping[str, str], log: Path) -> tuple[int, ...]:
+    """Those of the service that a process has just computed under; none: it could not, or not under a service. A
+    process that finds no service computes all the same, and the first that finds one has it start its server."""
     tried = await _ran(TRY, environment, deadline_s=_TRY_S)
     if tried is None or tried[0]:
-        return "let no process compute"
-    # A process that finds nobody computes all the same. The first that finds it has it start its server.
-    return "" if await _asked("get_server_list", environment) else "was not found by a process"
+        with log.open("a") as file:
+            file.write(f"a process that was to compute: {'no answer' if tried is None else tried[1]}\n")
+        return ()
+    found = await _asked("get_server_list", environment) or ""
+    return tuple(int(word) for word in found.split() if word.isdigit())
 
 
 async def _asked(question: str, environment: Mapping[str, str]) -> str | None:
@@ -153,7 +172,7 @@ async def _ran(
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
             env={**os.environ, **environment},
         )
@@ -172,12 +191,21 @@ async def _ran(
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """It and what it has started."""
+    """It, if it lives, and what is left of its group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return
     try:
         await asyncio.wait_for(process.wait(), _END_S)
     except TimeoutError:
         raise DeadlineError(f"process {process.pid} survived SIGKILL; the system must end it") from None
+
+
+def _kill_server(pid: int) -> None:
+    """A server may lead a group of its own; its number may be another process's by now."""
+    try:
+        if Path(f"/proc/{pid}/comm").read_text().strip() == _NAME:
+            os.kill(pid, signal.SIGKILL)
+    except OSError:
+        return
