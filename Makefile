@@ -7,6 +7,8 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 EXTRAS ?= dev
 BENCHES ?= overlap engine
+ALL_GPU_BENCHES := start engine-0.5b engine-1.5b engine-7b step train-1.5b train-7b sync-1.5b sync-7b mismatch soak
+GPU_BENCHES ?= $(ALL_GPU_BENCHES)
 # For bench-gpu: the Python of an environment with Headrace, vLLM and TRL, unless they are in this one.
 PEER_PYTHON ?=
 
@@ -16,6 +18,8 @@ STAMP := $(VENV)/.headrace-setup
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
+# Benchmarks would take each other's time.
+.NOTPARALLEL:
 .PHONY: help setup demo test test-slow test-gpu check format docs bench bench-gpu clean
 
 help:  ## list the targets
@@ -65,20 +69,25 @@ bench: setup  ## the benchmarks named in BENCHES, each into build/bench/NAME.jso
 
 GPU_BENCH = $(BIN)/headrace bench
 PEER := $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
-bench-gpu: setup  ## all that one GPU is held to, with its peers, whatever fails; then the aims beside what was seen
-	@mkdir -p build/bench
-	-$(GPU_BENCH) start --json build/bench/start.json
-	-$(GPU_BENCH) engine --shape qwen2-0.5b --against vllm $(PEER) --json build/bench/engine-0.5b.json
-	-$(GPU_BENCH) engine --shape qwen2-1.5b --against vllm $(PEER) --json build/bench/engine-1.5b.json
-	-$(GPU_BENCH) engine --shape qwen2-7b --against vllm $(PEER) --json build/bench/engine-7b.json
-	-$(GPU_BENCH) step --max-lag 0 --max-lag 1 --against trl $(PEER) --steps 3 --offload moments --json build/bench/step.json
-	-$(GPU_BENCH) train --json build/bench/train-1.5b.json
-	-$(GPU_BENCH) train --shape qwen2-7b --groups 4 --row-tokens 8192 --no-optimizer --json build/bench/train-7b.json
-	-$(GPU_BENCH) sync --shape qwen2-1.5b --only full-cuda_ipc --json build/bench/sync-1.5b.json
-	-$(GPU_BENCH) sync --shape qwen2-7b --only full-cuda_ipc --json build/bench/sync-7b.json
-	-$(GPU_BENCH) mismatch --against vllm $(PEER) --json build/bench/mismatch.json
-	-$(GPU_BENCH) soak --json build/bench/soak.json
+gpu-start := start
+gpu-engine-0.5b := engine --shape qwen2-0.5b --against vllm $(PEER)
+gpu-engine-1.5b := engine --shape qwen2-1.5b --against vllm $(PEER)
+gpu-engine-7b := engine --shape qwen2-7b --against vllm $(PEER)
+gpu-step := step --max-lag 0 --max-lag 1 --against trl $(PEER) --steps 3 --offload moments
+gpu-train-1.5b := train
+gpu-train-7b := train --shape qwen2-7b --groups 4 --row-tokens 8192 --no-optimizer
+gpu-sync-1.5b := sync --shape qwen2-1.5b --only full-cuda_ipc
+gpu-sync-7b := sync --shape qwen2-7b --only full-cuda_ipc
+gpu-mismatch := mismatch --against vllm $(PEER)
+gpu-soak := soak
+
+bench-gpu: $(addprefix bench-gpu-,$(GPU_BENCHES))  ## what one GPU is held to, with its peers, or a part (GPU_BENCHES); then the aims beside what was seen
 	$(GPU_BENCH) aims build/bench --picture build/bench/gpu.svg
+
+bench-gpu-%: setup
+	$(if $(gpu-$*),,$(error there is no GPU benchmark $*; name some of: $(ALL_GPU_BENCHES)))
+	@mkdir -p build/bench
+	-$(GPU_BENCH) $(gpu-$*) --json build/bench/$*.json
 
 clean:  ## remove caches and build products; the virtual environment and runs/ stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
