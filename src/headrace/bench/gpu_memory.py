@@ -8,7 +8,7 @@ import torch
 
 
 class MemoryWatch:
-    """The most memory in use on the GPU by all processes, looked at ten times a second."""
+    """The most memory in use on the GPU by all processes, looked at ten times a second; without a GPU none."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -16,12 +16,14 @@ class MemoryWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> MemoryWatch:
-        self._thread.start()
+        if torch.cuda.is_available():
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join(timeout=5)
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
 
     def _watch(self) -> None:
         while not self._ended.wait(0.1):

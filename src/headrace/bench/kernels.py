@@ -21,6 +21,7 @@ from headrace.bench import (
     train_kernels,
 )
 from headrace.bench.kernel_cases import Case, seconds
+from headrace.bench.rates import copy_bandwidth, matmul_flops_per_s
 from headrace.errors import ConfigError
 
 _SOURCES = (attention_kernels, product_kernels, sampling_kernels, train_kernels, moving_kernels)
@@ -41,10 +42,7 @@ def run(
     only: str = "", *, device: str = "cuda", progress: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """On a GPU: every case timed, cold."""
-    from headrace.bench.rollouts import copy_bandwidth
-    from headrace.bench.train import matmul_flops_per_s
-
-    limits = {"TB/s": copy_bandwidth() * 1e-12, "TFLOP/s": matmul_flops_per_s("cuda") * 1e-12}
+    limits = {"TB/s": copy_bandwidth() * 1e-12, "TFLOP/s": matmul_flops_per_s() * 1e-12}
     timed = []
     for case in cases(torch.device(device), only):
         taken = seconds(case)

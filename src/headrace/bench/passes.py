@@ -21,6 +21,7 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from headrace.bench import train
+from headrace.bench.rates import copy_bandwidth
 from headrace.bench.shapes import create_random_model
 from headrace.engines.make import torch_engine
 from headrace.engines.torch_engine import TorchEngine
@@ -61,8 +62,6 @@ def run(
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """On a GPU; all figures as plain numbers."""
-    from headrace.bench.rollouts import copy_bandwidth
-
     model = create_random_model(shape)
     engine = torch_engine(
         model,

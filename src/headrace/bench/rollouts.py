@@ -22,6 +22,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from headrace.bench import against_vllm, peers, train
+from headrace.bench.rates import copy_bandwidth
 from headrace.bench.rollout_workload import Workload
 from headrace.bench.shapes import create_random_model
 from headrace.engines.make import torch_engine
@@ -165,18 +166,3 @@ def limit_seconds(model: PreTrainedModel, workload: Workload, bandwidth: float) 
     seen = int(prompts.sum() + (lengths_UN * behind_UN + lengths_UN * (lengths_UN + 1) // 2).sum())
     num_steps = max(int(lengths_N.max()), -(-workload.num_tokens // workload.at_once))
     return (read.weights * num_steps + seen * read.token) / bandwidth
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second read and written by a large copy on the device."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(12):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return 2 * source.numel() / statistics.median(times)

@@ -89,9 +89,11 @@ def run(
     steps: int = 5,
     row_tokens: int = 12288,
     offload: str = "none",
+    device: str = "cuda",
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """All figures as plain numbers by side; ``steps`` are measured after the settling ones."""
+    """All figures as plain numbers by side; ``steps`` are measured after the settling ones. On a CPU the same run is
+    timed, and no memory is watched."""
     workload = workload or StepWorkload()
     if against not in (None, "trl"):
         raise ConfigError(f"--against {against}: only trl can be run beside a whole step")
@@ -102,11 +104,11 @@ def run(
     with tempfile.TemporaryDirectory(prefix="headrace-step-") as made:
         model = Path(made) / "model"
         progress(f"writing a random {shape}")
-        environment = FixedLength(workload, write_checkpoint(model, shape))
+        environment = FixedLength(workload, write_checkpoint(model, shape, device))
         ours = []
         for max_lag in max_lags:
             progress(f"running Headrace, max_lag {max_lag}")
-            settings = _settings(model, workload, max_lag, steps, row_tokens, offload)
+            settings = _settings(model, workload, max_lag, steps, row_tokens, offload, device)
             with MemoryWatch() as memory, asyncio.Runner(loop_factory=ControllerLoop) as runner:
                 run_dir = Path(made) / f"run-{max_lag}"
                 times = runner.run(_train(settings, run_dir, environment, progress))
@@ -122,17 +124,16 @@ def run(
         }
         if against == "trl":
             figures["trl"] = _with_trl(model, workload, steps, progress, peer_python)
-    return figures | _limit(shape, workload)
+    return figures | _limit(shape, workload, device)
 
 
-def _limit(shape: str, workload: StepWorkload) -> dict[str, float]:
+def _limit(shape: str, workload: StepWorkload, device: str) -> dict[str, float]:
     """What the GPU could do, measured when the sides are done: what it takes to measure stays with this process."""
-    from headrace.bench.rollouts import copy_bandwidth
+    from headrace.bench.rates import copy_bandwidth, matmul_flops_per_s
     from headrace.bench.shapes import shape_config
     from headrace.bench.step_limit import step_limit
-    from headrace.bench.train import matmul_flops_per_s
 
-    bandwidth, rate = copy_bandwidth(), matmul_flops_per_s("cuda")
+    bandwidth, rate = copy_bandwidth(device), matmul_flops_per_s(device)
     limit = step_limit(shape_config(shape), workload, bytes_per_s=bandwidth, flops_per_s=rate)
     return {
         "bandwidth_bytes_per_s": bandwidth,
@@ -222,7 +223,7 @@ def _cells(row: Mapping[str, Any], limit_s: float) -> list[str]:
     return [f"{row['seconds']:.2f}", f"{limit_s / row['seconds']:.0%}", *parts, memory]
 
 
-def write_checkpoint(directory: Path, shape: str) -> int:
+def write_checkpoint(directory: Path, shape: str, device: str = "cuda") -> int:
     """A random model of the shape with a tokenizer beside it; returns its vocabulary's size."""
     import torch
 
@@ -230,7 +231,7 @@ def write_checkpoint(directory: Path, shape: str) -> int:
 
     build.quieten()
     make_char_tokenizer(directory, "ab")
-    model = create_random_model(shape)
+    model = create_random_model(shape, device=device)
     model.save_pretrained(directory)
     vocab_size = int(model.config.vocab_size)
     del model
@@ -240,14 +241,20 @@ def write_checkpoint(directory: Path, shape: str) -> int:
 
 
 def _settings(
-    model: Path, workload: StepWorkload, max_lag: int, steps: int, row_tokens: int, offload: str
+    model: Path,
+    workload: StepWorkload,
+    max_lag: int,
+    steps: int,
+    row_tokens: int,
+    offload: str,
+    device: str,
 ) -> Settings:
     return from_dict(
         {
             "run.steps": steps + _SETTLING_STEPS,
             "run.checkpoint_every": 0,
             "model.path": str(model),
-            "model.device": "cuda",
+            "model.device": device,
             "model.dtype": "bfloat16",
             "rollout.max_lag": max_lag,
             "rollout.group_size": workload.group_size,

@@ -12,7 +12,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from headrace.bench.rates import matmul_flops_per_s, timed
 from headrace.bench.shapes import create_random_model, shape_config
 from headrace.bench.step_workload import StepWorkload
 from headrace.data.packing import PackedRow, pack
@@ -174,23 +175,6 @@ def _batch(trainer: TorchTrainer, samples: Sequence[Sample]) -> TrainBatch:
     return TrainBatch(step=trainer.num_steps + 1, version=trainer.version, samples=tuple(samples))
 
 
-def timed(
-    call: Callable[[], object], repeats: int, *, on_gpu: bool, between: Callable[[], None] = lambda: None
-) -> tuple[float, list[float]]:
-    """Seconds of a first call, which compiles, and of ``repeats`` more."""
-    seconds = []
-    for _ in range(repeats + 1):
-        between()
-        if on_gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return seconds[0], seconds[1:]
-
-
 def random_samples(workload: StepWorkload, *, vocab_size: int, seed: int = 0) -> list[Sample]:
     rng = np.random.default_rng(seed)
     num_tokens = workload.prompt_tokens + workload.completion_tokens
@@ -266,14 +250,6 @@ def _attended_pairs(row: PackedRow) -> float:
     lengths = np.add.reduceat(row.computed.astype(np.int64), row.cu_seqlens[:-1])
     prefixes = np.where(row.parents < 0, 0, lengths[row.parents])
     return float((lengths * (lengths + 1) / 2 + lengths * prefixes).sum())
-
-
-def matmul_flops_per_s(device: str, repeats: int = 20) -> float:
-    """Of a square bf16 product of random matrices, the median."""
-    size = 8192 if device == "cuda" else 128
-    left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
-    _, seconds = timed(lambda: left @ right, repeats, on_gpu=device == "cuda")
-    return 2.0 * size**3 / statistics.median(seconds)
 
 
 def table(figures: Mapping[str, Any]) -> Table:

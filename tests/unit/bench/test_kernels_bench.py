@@ -10,7 +10,7 @@ from rich.console import Console
 
 pytest.importorskip("triton")
 
-from headrace.bench import kernel_cases, kernels, rollouts, train
+from headrace.bench import kernel_cases, kernels
 from headrace.bench.kernel_cases import cold_copies
 from headrace.errors import ConfigError
 
@@ -49,8 +49,8 @@ def test_launches_fill_the_cache_whatever_one_of_them_reads():
 
 def test_rates_are_held_against_the_same_run(monkeypatch):
     monkeypatch.setattr(kernels, "seconds", lambda case: 1e-4)
-    monkeypatch.setattr(rollouts, "copy_bandwidth", lambda: 4e12)
-    monkeypatch.setattr(train, "matmul_flops_per_s", lambda device: 8e14)
+    monkeypatch.setattr(kernels, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(kernels, "matmul_flops_per_s", lambda: 8e14)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     figures = kernels.run("7B 1024", device="meta")
     torch_case = next(case for case in figures["cases"] if case["of"] == "torch")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from headrace.bench import passes, rollouts
+from headrace.bench import passes
 from headrace.bench.passes import Kind, by_kernel, bytes_of, kind_of, measure
 from headrace.bench.shapes import build_random_model, shape_config
 from headrace.engines.make import torch_engine
@@ -66,7 +66,7 @@ def test_rows_that_are_sent_back_for_want_of_room_are_an_error():
 
 def test_every_kind_is_run_and_held_against_its_bytes(monkeypatch):
     monkeypatch.setattr(passes, "create_random_model", lambda shape: small_model())
-    monkeypatch.setattr(rollouts, "copy_bandwidth", lambda: 1e6)
+    monkeypatch.setattr(passes, "copy_bandwidth", lambda: 1e6)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     figures = passes.run("qwen2-0.5b", kinds=[Kind(3, 5), Kind(9, 2)])
     assert figures["shape"] == "qwen2-0.5b" and [kind["rows"] for kind in figures["kinds"]] == [3, 9]

@@ -190,7 +190,7 @@ def test_what_is_no_interpreter_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_step_is_held_against_its_limit_and_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.bench import rollouts, step_with_trl, train
+    from headrace.bench import rates, step_with_trl
 
     class Watch:
         peak_bytes = 5e10
@@ -219,8 +219,8 @@ def test_a_step_is_held_against_its_limit_and_its_peer(monkeypatch: pytest.Monke
             "peak_bytes": 6e10,
         },
     )
-    monkeypatch.setattr(rollouts, "copy_bandwidth", lambda: 4.1e12)
-    monkeypatch.setattr(train, "matmul_flops_per_s", lambda device: 780e12)
+    monkeypatch.setattr(rates, "copy_bandwidth", lambda device: 4.1e12)
+    monkeypatch.setattr(rates, "matmul_flops_per_s", lambda device: 780e12)
     figures = step.run("qwen2-1.5b", against="trl", max_lags=(0, 1))
     assert [row["max_lag"] for row in figures["headrace"]] == [0, 1] and len(figures["trl"]["tried"]) == 2
     assert figures["limit_s"] == pytest.approx(4.54, abs=0.01)
