@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from headrace.bench.rates import device_seconds
+
 MODELS = {"0.5B": (14, 2, 64), "1.5B": (12, 2, 128), "7B": (28, 4, 128)}
 """Query heads, key-value heads, head dim."""
 VOCAB_SIZE = 151936
@@ -50,15 +52,7 @@ def seconds(case: Case, repeats: int = 9) -> float:
     torch.cuda.synchronize()
     launch_all = _replaying(case.launches) if case.in_graph else launching(_each, case.launches)
     launch_all()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        launch_all()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    return statistics.median(times) / len(case.launches)
+    return statistics.median(device_seconds(launch_all, repeats)) / len(case.launches)
 
 
 def _each(launches: list[Callable[[], None]]) -> None:

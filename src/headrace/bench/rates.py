@@ -14,11 +14,15 @@ import torch
 
 
 def copy_bandwidth(device: str = "cuda") -> float:
-    num_bytes = 2**30 if device == "cuda" else 2**20
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
+    on_gpu = device == "cuda"
+    source = torch.empty(2**30 if on_gpu else 2**20, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    taken = (_device_time if device == "cuda" else _host_time)(lambda: target.copy_(source), 12)
-    return 2 * num_bytes / statistics.median(taken)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    seconds = device_seconds(copy, 12) if on_gpu else timed(copy, 12, on_gpu=False)[1]
+    return 2 * source.numel() / statistics.median(seconds)
 
 
 def matmul_flops_per_s(device: str = "cuda", repeats: int = 20) -> float:
@@ -45,18 +49,14 @@ def timed(
     return seconds[0], seconds[1:]
 
 
-def _host_time(call: Callable[[], object], repeats: int) -> list[float]:
-    return timed(call, repeats, on_gpu=False)[1]
-
-
-def _device_time(call: Callable[[], object], repeats: int) -> list[float]:
-    """Without what a launch and a wait cost the host, which would be felt beside half a millisecond."""
+def device_seconds(call: Callable[[], object], repeats: int) -> list[float]:
+    """By the GPU's own clock: without what a launch and a wait cost the host, which short calls would feel."""
     seconds = []
     for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         call()
         end.record()
-        torch.cuda.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) * 1e-3)
     return seconds
