@@ -390,20 +390,19 @@ def quieten() -> None:
 
 
 async def cluster(
-    settings: Settings, rewards: Sequence[Reward], *, run_dir: Path, side_by_side: bool = False
+    settings: Settings, rewards: Sequence[Reward], *, run_dir: Path
 ) -> LocalCluster | InlineCluster:
-    """Engines, trainer and scorer, started as the launcher setting says. ``side_by_side``: processes that compute on
-    one GPU are given a service for that, where there is one (``launch/gpu_service``)."""
+    """Engines, trainer and scorer, started as the launcher setting says."""
     directory = create_segment_directory()
     try:
-        return await _start(settings, rewards, directory, run_dir=run_dir, side_by_side=side_by_side)
+        return await _start(settings, rewards, directory, run_dir=run_dir)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
 
 
 async def _start(
-    settings: Settings, rewards: Sequence[Reward], directory: Path, *, run_dir: Path, side_by_side: bool
+    settings: Settings, rewards: Sequence[Reward], directory: Path, *, run_dir: Path
 ) -> LocalCluster | InlineCluster:
     told: dict[str, Any] = {
         "settings": settings.model_dump(mode="json", exclude_none=True),
@@ -453,7 +452,6 @@ async def _start(
         deadlines_s=deadlines(_longest_wait_s(settings)),
         directory=directory,
         num_minibatches=settings.trainer.minibatches,
-        shares_gpu=side_by_side,
     )
     return await launcher.spawn()
 

@@ -1,4 +1,5 @@
-"""What was measured beside peers on one GPU, as one SVG picture: seconds as bars, and the least that they could be.
+"""What was measured beside peers on one GPU, as one SVG picture: seconds as bars, and the least that they could be
+(of a step: where generating and training take turns).
 
 In: figures of ``headrace bench engine --against vllm`` and ``bench step --against trl``, as ``bench aims`` reads them.
 Out: for each workload a bar for every side, all on one scale, with a line across where the hardware's limit lies.
@@ -29,6 +30,7 @@ class Group(NamedTuple):
     title: str
     limit_s: float
     bars: list[Bar]
+    limit: str = "limit"
 
 
 def write(found: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -74,7 +76,7 @@ def _drawn(group: Group, top: int, width_of_second: float) -> Iterator[str]:
     yield f'<line x1="{x}" x2="{x}" y1="{top + TITLE - 4}" y2="{bottom + 4}" stroke="{LIMIT}" stroke-dasharray="4 2"/>'
     yield (
         f'<text x="{x}" y="{top + TITLE - 7}" fill="{LIMIT}" font-size="11" text-anchor="middle">'
-        f"limit {group.limit_s:.2f} s</text>"
+        f"{group.limit} {group.limit_s:.2f} s</text>"
     )
 
 
@@ -116,7 +118,7 @@ def _steps(found: Sequence[Mapping[str, Any]]) -> Iterator[Group]:
         Bar(f"{side}, {row['peak_bytes'] / 1e9:.0f} GB", row["seconds"], side.startswith("Headrace"))
         for side, row in (*ours, *theirs)
     ]
-    yield Group(f"a GRPO step, {figures['shape']}", figures["limit_s"], bars)
+    yield Group(f"a GRPO step, {figures['shape']}", figures["limit_s"], bars, "limit, taking turns,")
 
 
 def _last(about: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -2,8 +2,8 @@
 
 In: a model shape, the size of a step, and the lags to run it at. Out: for each, seconds a step in steady state through
 the real run (controller, engine and trainer as processes on the same GPU), what the roles spent them on, and the most
-GPU memory that was in use; and the least time the step can take at the rates measured afterwards (``step_limit``).
-Completions have a fixed length; the reward is free and varies inside a group.
+GPU memory that was in use; and the least time it can take where both take turns, at the rates measured
+afterwards (``step_limit``). Completions have a fixed length; the reward is free and varies inside a group.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from rich.table import Table
 
 from headrace import build
 from headrace.bench.gpu_memory import MemoryWatch
+from headrace.bench.gpu_service import side_by_side
 from headrace.bench.overlap import GENERATION, TRAINING, ParityScorer, StepTimes, spent
 from headrace.bench.step_workload import StepWorkload
 from headrace.config import Settings, from_dict
@@ -62,9 +64,6 @@ class FixedLength:
 
 class ToldSteps(StepTimes):
     """Also says how long each step took, while the run goes on."""
-
-    is_side_by_side = False
-    """Whether kernels of engine and trainer could run at once."""
 
     def __init__(self, progress: Callable[[str], None]) -> None:
         super().__init__()
@@ -109,10 +108,14 @@ def run(
         for max_lag in max_lags:
             progress(f"running Headrace, max_lag {max_lag}")
             settings = _settings(model, workload, max_lag, steps, row_tokens, offload, device)
-            with MemoryWatch() as memory, asyncio.Runner(loop_factory=ControllerLoop) as runner:
-                run_dir = Path(made) / f"run-{max_lag}"
+            run_dir = Path(made) / f"run-{max_lag}"
+            with (
+                _sharing(run_dir, max_lag, progress) as is_side_by_side,
+                MemoryWatch() as memory,
+                asyncio.Runner(loop_factory=ControllerLoop) as runner,
+            ):
                 times = runner.run(_train(settings, run_dir, environment, progress))
-            shared = {"side_by_side": times.is_side_by_side, "peak_bytes": memory.peak_bytes}
+            shared = {"side_by_side": is_side_by_side, "peak_bytes": memory.peak_bytes}
             ours.append({"max_lag": max_lag, **_steady(times), **shared})
             progress(_told(f"headrace, max_lag {max_lag}", ours[-1]))
         figures: dict[str, Any] = {
@@ -125,6 +128,12 @@ def run(
         if against == "trl":
             figures["trl"] = _with_trl(model, workload, steps, progress, peer_python)
     return figures | _limit(shape, workload, device)
+
+
+def _sharing(run_dir: Path, max_lag: int, progress: Callable[[str], None]) -> AbstractContextManager[bool]:
+    """At lag 0 engine and trainer take turns anyway."""
+    run_dir.mkdir()
+    return side_by_side(run_dir / "gpu-service.log", progress=progress) if max_lag else nullcontext(False)
 
 
 def _limit(shape: str, workload: StepWorkload, device: str) -> dict[str, float]:
@@ -197,8 +206,8 @@ def _told(side: str, row: Mapping[str, Any]) -> str:
 def table(figures: Mapping[str, Any]) -> Table:
     """The figures for people; each of ours against TRL's better time, where it has one."""
     title = (
-        f"{figures['shape']}: the limit of a step, {figures['limit_s']:.2f} s, is "
-        f"{figures['limit_generation_s']:.2f} s of generating,\nthen {figures['limit_training_s']:.2f} s of training"
+        f"{figures['shape']}: the limit where both take turns, {figures['limit_s']:.2f} s a step, is\n"
+        f"{figures['limit_generation_s']:.2f} s of generating, then {figures['limit_training_s']:.2f} s of training"
     )
     drawn = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     drawn.add_column("side")
@@ -220,7 +229,8 @@ def table(figures: Mapping[str, Any]) -> Table:
 def _cells(row: Mapping[str, Any], limit_s: float) -> list[str]:
     parts = [f"{row[name]:.2f} s" if name in row else "" for name in ("generation_s", "training_s")]
     memory = f"{row['peak_bytes'] / 1e9:.1f} GB"
-    return [f"{row['seconds']:.2f}", f"{limit_s / row['seconds']:.0%}", *parts, memory]
+    share = "" if row.get("max_lag") else f"{limit_s / row['seconds']:.0%}"
+    return [f"{row['seconds']:.2f}", share, *parts, memory]
 
 
 def write_checkpoint(directory: Path, shape: str, device: str = "cuda") -> int:
@@ -281,9 +291,7 @@ async def _train(
     rows = [{"prompt": "a", "number": i} for i in range(4096)]
     times = ToldSteps(progress)
     progress("starting engine and trainer")
-    side_by_side = settings.rollout.max_lag > 0
-    cluster = await build.cluster(settings, [], run_dir=run_dir, side_by_side=side_by_side)
-    times.is_side_by_side = cluster.is_side_by_side
+    cluster = await build.cluster(settings, [], run_dir=run_dir)
     try:
         progress("running")
         pipeline = Pipeline(

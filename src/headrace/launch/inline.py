@@ -39,9 +39,6 @@ class InlineCluster:
         self.teachers = dict(teachers or {})
         self._trainer = trainer
 
-    is_side_by_side = False
-    """One process computes one thing at a time."""
-
     @property
     def trainer(self) -> Trainer:
         if self._trainer is None:

@@ -15,13 +15,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, DeadlineError, RoleError
 from headrace.launch.channel import Listener
-from headrace.launch.gpu_service import GpuService, start_gpu_service
 from headrace.launch.guardian import Guardian
 from headrace.launch.proxies import (
     DEADLINES_S,
@@ -52,7 +50,6 @@ class LocalCluster:
         close_deadline_s: float,
         deadlines_s: Mapping[str, float] = DEADLINES_S,
         num_minibatches: int = 1,
-        gpu_service: GpuService | None = None,
     ) -> None:
         callers = {
             kind: [p.caller for p in processes if p.spec.kind == kind]
@@ -78,7 +75,6 @@ class LocalCluster:
         self._listener = listener
         self._guardian = guardian
         self._directory = directory
-        self._gpu_service = gpu_service
         self._close_deadline_s = close_deadline_s
         self._closing: asyncio.Task[None] | None = None
 
@@ -100,15 +96,8 @@ class LocalCluster:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Process ids by role, also those of what serves the run."""
-        pids = {**{p.spec.name: p.pid for p in self._processes}, "guardian": self._guardian.pid}
-        own = None if self._gpu_service is None else self._gpu_service.process
-        return pids if own is None else {**pids, "gpu-service": own.pid}
-
-    @property
-    def is_side_by_side(self) -> bool:
-        """Whether a service lets kernels of several roles run at once on one GPU."""
-        return self._gpu_service is not None
+        """Process ids by role, the guardian's too."""
+        return {**{p.spec.name: p.pid for p in self._processes}, "guardian": self._guardian.pid}
 
     async def wait_failure(self) -> RoleError:
         """The first death of a role that nobody asked for; it stays the answer from then on. A run goes on without its
@@ -127,7 +116,7 @@ class LocalCluster:
 
     async def _close(self) -> None:
         stops = [process.stop(deadline_s=self._close_deadline_s) for process in self._processes]
-        await _end_all(stops, self._listener, self._guardian, self._directory, self._gpu_service)
+        await _end_all(stops, self._listener, self._guardian, self._directory)
 
 
 class LocalLauncher:
@@ -144,12 +133,10 @@ class LocalLauncher:
         deadlines_s: Mapping[str, float] = DEADLINES_S,
         directory: Path | None = None,
         num_minibatches: int = 1,
-        shares_gpu: bool = False,
     ) -> None:
         """``directory``: from ``create_segment_directory``, where roles must know it beforehand; removed
         at the end. None: one is made. Several trainers are the ranks of one, in this order; each of a batch's
-        ``num_minibatches`` is dealt out to them by itself. ``shares_gpu``: roles compute on one GPU at the same time,
-        and are given a service for that where there is one (``gpu_service``)."""
+        ``num_minibatches`` is dealt out to them by itself."""
         names = [role.name for role in roles]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"roles must be given, each with a name of its own, not {names}")
@@ -161,7 +148,6 @@ class LocalLauncher:
         self._deadlines_s = deadlines_s
         self._directory = directory
         self._num_minibatches = num_minibatches
-        self._shares_gpu = shares_gpu
 
     async def spawn(self) -> LocalCluster:
         """Starts all roles at once; returns when every one is built, or stops them all and raises the first
@@ -172,23 +158,13 @@ class LocalLauncher:
         guardian = Guardian(self._log_dir / "guardian.log")
         guardian.remove(directory)
         listener = Listener()
-        processes: list[RoleProcess] = []
-        gpu_service: GpuService | None = None
+        processes = [RoleProcess(role, log_dir=self._log_dir) for role in self._roles]
         try:
-            if self._shares_gpu:
-                gpu_service = await start_gpu_service(
-                    directory / "gpu", log=self._log_dir / "gpu-service.log", guardian=guardian
-                )
-            served = {} if gpu_service is None else gpu_service.environment
-            for role in self._roles:
-                told = replace(role, env={**served, **role.env})
-                processes.append(RoleProcess(told, log_dir=self._log_dir))
             await listener.open(directory)
             await self._start_all(processes, listener, guardian)
         except BaseException:
             kills = [process.kill() for process in processes]
-            ends = _end_all(kills, listener, guardian, directory, gpu_service)
-            await asyncio.shield(asyncio.create_task(ends))
+            await asyncio.shield(asyncio.create_task(_end_all(kills, listener, guardian, directory)))
             raise
         return LocalCluster(
             processes,
@@ -198,7 +174,6 @@ class LocalLauncher:
             close_deadline_s=self._close_deadline_s,
             deadlines_s=self._deadlines_s,
             num_minibatches=self._num_minibatches,
-            gpu_service=gpu_service,
         )
 
     async def _start_all(
@@ -229,17 +204,11 @@ class LocalLauncher:
 
 
 async def _end_all(
-    ends: Sequence[Coroutine[Any, Any, None]],
-    listener: Listener,
-    guardian: Guardian,
-    directory: Path,
-    gpu_service: GpuService | None,
+    ends: Sequence[Coroutine[Any, Any, None]], listener: Listener, guardian: Guardian, directory: Path
 ) -> None:
     """Await the end of every role, then take away what they shared; the first error is raised last."""
     outcomes = await asyncio.gather(*ends, return_exceptions=True)
     listener.close()
-    if gpu_service is not None:
-        outcomes += await asyncio.gather(gpu_service.stop(), return_exceptions=True)
     shutil.rmtree(directory, ignore_errors=True)
     await asyncio.to_thread(guardian.dismiss)
     for outcome in outcomes:

@@ -44,7 +44,7 @@ def test_bars_are_on_one_scale_and_ours_is_held_against_the_quickest_peer(tmp_pa
     assert bars == pytest.approx([longest * s / 25.0 for s in (16.0, 20.0, 8.0, 7.0, 25.0)], abs=0.2)
     assert "16.00 s, 1.25 times as fast" in texts and "7.00 s, 3.6 times as fast" in texts
     assert "Headrace, at the same time, 52 GB" in texts and "TRL with vLLM, 59 GB" in texts
-    assert "limit 8.00 s" in texts and "limit 4.50 s" in texts
+    assert "limit 8.00 s" in texts and "limit, taking turns, 4.50 s" in texts
 
 
 def test_only_the_last_figures_of_the_usual_workload_count(tmp_path):

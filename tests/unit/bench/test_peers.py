@@ -6,6 +6,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -200,15 +201,14 @@ def test_a_step_is_held_against_its_limit_and_its_peer(monkeypatch: pytest.Monke
 
         def __exit__(self, *_: object) -> None: ...
 
-    async def trained(settings: Settings, *_: object) -> step.ToldSteps:
-        times = step.ToldSteps(lambda line: None)
-        times.is_side_by_side = settings.rollout.max_lag > 0
-        return times
+    async def trained(settings: Settings, *_: object) -> int:
+        return settings.rollout.max_lag
 
     monkeypatch.setattr(step, "write_checkpoint", lambda *_: 1000)
     monkeypatch.setattr(step, "MemoryWatch", Watch)
     monkeypatch.setattr(step, "_train", trained)
-    monkeypatch.setattr(step, "_steady", lambda times: {"seconds": 9.0 - times.is_side_by_side})
+    monkeypatch.setattr(step, "_sharing", lambda run_dir, max_lag, progress: nullcontext(max_lag > 0))
+    monkeypatch.setattr(step, "_steady", lambda max_lag: {"seconds": 9.0 - max_lag})
     monkeypatch.setattr(step_with_trl, "check_installed", lambda python: None)
     monkeypatch.setattr(
         step_with_trl,
@@ -228,11 +228,11 @@ def test_a_step_is_held_against_its_limit_and_its_peer(monkeypatch: pytest.Monke
     with console.capture() as captured:
         console.print(step.table(figures))
     lines = [" ".join(line.split()) for line in captured.get().splitlines()]
-    assert lines[0].endswith("4.54 s, is 1.17 s of generating,")
-    assert lines[1] == "then 3.37 s of training"
+    assert lines[0].endswith("the limit where both take turns, 4.54 s a step, is")
+    assert lines[1] == "1.17 s of generating, then 3.37 s of training"
     assert lines[3:] == [
         "headrace, max_lag 0 9.00 50% 50.0 GB 3.00x",
-        "headrace, max_lag 1, side by side 8.00 57% 50.0 GB 3.38x",
+        "headrace, max_lag 1, side by side 8.00 50.0 GB 3.38x",
         "trl, gradient checkpointing on 28.00 16% 60.0 GB",
         "trl, gradient checkpointing off 27.00 17% 60.0 GB",
     ]
