@@ -6,9 +6,9 @@ budget goes to prompts, oldest first.
 
 Before a chunk is computed, blocks with the same content are taken over from other sequences, those of
 the same pass included: within a layer all keys and values are written before any are read. Where blocks hold all of
-a sequence, its last row is computed once more for its logits, and written nowhere. When blocks
-run out the youngest running sequence is sent back to wait and later computed again from its tokens. The
-oldest can always go on, since no sequence may outgrow the pool.
+a sequence, its last row is computed once more for its logits, and written nowhere; where routes are recorded, the block
+of that row is not taken over. When blocks run out the youngest running sequence is sent back to wait and later computed
+again from its tokens. The oldest can always go on, since no sequence may outgrow the pool.
 
 Branches that leave an earlier request at one point are admitted together, when there are slots for all of them:
 their siblings are what they are compared with, so they begin under one version of the weights.
@@ -233,7 +233,9 @@ class Scheduler:
             return True
         before: list[bytes] = []
         for sequence, most in zip(sequences, needed, strict=True):
+            num_shareable = self._num_shareable(len(sequence.token_ids))
             digests = block_digests(sequence.token_ids, size, sequence.digests, sequence.adapter)
+            digests = digests[:num_shareable]
             free -= most - max(num_common(before, digests), self.pool.num_held(digests))
             if free < 0:
                 return False
@@ -256,7 +258,7 @@ class Scheduler:
         if at != len(sequence.blocks) * size or sequence.kv_version != version:
             return False
         digests = block_digests(table.token_ids[slot, :length], size, sequence.digests, sequence.adapter)
-        found = self.pool.share(digests[at // size :])
+        found = self.pool.share(digests[at // size : self._num_shareable(length)])
         self._give(sequence, found)
         num_found = at + len(found) * size
         start, at = at, min(num_found, length - 1)
@@ -266,6 +268,12 @@ class Scheduler:
         if sequence.fork_unseen:
             self._note_fork(sequence, at, version)
         return num_found == length
+
+    def _num_shareable(self, num_tokens: int) -> int:
+        """Leading blocks of a sequence that may be another's. Routes are kept where keys and values are, and those of
+        the last token must be of the pass whose logits are drawn from: its block is then the sequence's own."""
+        is_recorded = self.table.routes is not None
+        return (num_tokens - is_recorded) // self.table.block_size
 
     def _note_fork(self, sequence: Sequence, num_found: int, version: int) -> None:
         """Count a branch once, when it starts."""

@@ -132,13 +132,28 @@ def test_a_branch_has_the_routes_of_what_it_shares_with_its_root(moe, make_reque
     completion = run_engine(engine, root)["root"]
     family = branches_of(root, completion, pivot)
     done = run_engine(engine, *family)
-    num_shared = min((30 + pivot) // 16 * 16, 30 + pivot - 1)
+    num_shared = (30 + pivot - 1) // 16 * 16
     assert engine.counters()["forked_tokens"] == 3 * num_shared
     for request in family:
         routing = check_against_plain(moe, request, done[request.id])
-        # Not only the same set: the very rows the root's passes recorded, all of the last block too.
-        in_blocks = (30 + pivot) // 16 * 16
-        np.testing.assert_array_equal(routing.experts[:in_blocks], completion.routing.experts[:in_blocks])
+        # Not only the same set: the very rows the root's passes recorded.
+        np.testing.assert_array_equal(routing.experts[:num_shared], completion.routing.experts[:num_shared])
+
+
+@pytest.mark.parametrize("kind", EXECUTORS)
+def test_the_last_token_of_a_prompt_has_the_routes_of_the_pass_that_drew_from_it(
+    moe, make_request, run_engine, kind
+):
+    """Not those of another member's pass, which may round to other experts: its block is not shared."""
+    group = [make_request(f"g{i}", prompt=np.arange(32) % VOCAB, seed=i, max_tokens=3) for i in range(3)]
+    engine = engine_with(moe, kind)
+    done = run_engine(engine, *group)
+    assert engine.counters()["prefill_tokens"] == 32 + 2 * 16
+    for request in group:
+        check_against_plain(moe, request, done[request.id])
+    engine = engine_with(moe, kind, record_routes=False)
+    run_engine(engine, *group)
+    assert engine.counters()["prefill_tokens"] == 32 + 2
 
 
 @pytest.mark.parametrize("kind", EXECUTORS)

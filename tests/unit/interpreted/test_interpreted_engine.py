@@ -92,20 +92,23 @@ def test_tokens_are_those_of_the_cpu(tmp_path, family):
     assert_same(generate(with_kernels(model), requests), generate(plain(model), requests))
 
 
-def test_members_that_read_their_prompt_together(tmp_path, monkeypatch):
-    """Rows of several spans, some behind a prompt that is read once, some with nothing to share."""
+@pytest.mark.parametrize("length", [40, 48])
+def test_members_that_read_their_prompt_together(tmp_path, monkeypatch, length):
+    """Rows of several spans, some behind a prompt that is read once, also one that fills its blocks, some with nothing
+    to share."""
     from headrace.kernels import dealing
 
     monkeypatch.setattr(TritonKernels, "sharing_pays_bytes", 1)
     monkeypatch.setattr(dealing, "MIN_SPAN", 8)
     model, requests = tiny(tmp_path), crowd(prompts=(90,), max_tokens=3)
-    prompt = np.random.default_rng(5).integers(0, VOCAB, 40).astype(np.int32)
+    prompt = np.random.default_rng(5).integers(0, VOCAB, length).astype(np.int32)
     requests += [
         Request(id=f"m{i}", prompt_ids=prompt, sampling=Sampling(max_tokens=2 + i), seed=i) for i in range(3)
     ]
     engine = with_kernels(model)
     assert_same(generate(engine, requests), generate(plain(model), requests))
     assert engine._executor.num_tokens_shared > 0
+    assert engine.counters()["prefill_tokens"] == 90 + (40 + 2 * 8 if length == 40 else 48 + 2)
 
 
 def test_truncated_rows_keep_what_the_cpu_keeps(tmp_path):
