@@ -80,8 +80,8 @@ _Made = Literal["values", "products", "gradients"]
 class _Library(NamedTuple):
     product: Any
     """Of two matrices, with what is made of each pair of sums."""
-    gradients: Any
-    """Of two matrices, with what is made of each sum and the pair that lies there."""
+    gradients: Callable[[], Any]
+    """Makes one of two matrices, with what is made of each sum and the pair that lies there."""
     launch: Callable[..., None]
     """A product once more, by what its first call has prepared."""
 
@@ -95,7 +95,7 @@ def _library() -> _Library:
         epilogues = import_module("quack.epilogue.library")
         return _Library(
             epilogues.linear_act_mod("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=False),
-            epilogues.dgated_mod("swiglu", has_scale=False, has_reduce=False),
+            lambda: epilogues.dgated_mod("swiglu", has_scale=False, has_reduce=False),
             import_module("quack.gemm_runtime.host").run_gemm_epi_plan,
         )
 
@@ -107,7 +107,6 @@ def _launcher(
     """Prepares at its first call, which also computes. What is prepared serves all numbers of rows, inputs and
     columns; the package would prepare, and remember, each anew."""
     library = _library()
-    product = library.gradients if made == "gradients" else library.product
     prepared: Any = None
 
     def launch(
@@ -122,6 +121,7 @@ def _launcher(
             library.launch(prepared, left, right, pairs, given_pairs, {_INNER: inner_TW})
             return
         with _at_work():
+            product = library.gradients() if made == "gradients" else library.product
             prepared = product.gemm(
                 left, right, pairs, given_pairs, epi_args={_INNER: inner_TW}, tile_M=tiles.rows,
                 tile_N=tiles.columns, cluster_M=tiles.cluster[0], cluster_N=tiles.cluster[1],

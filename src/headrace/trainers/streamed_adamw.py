@@ -69,6 +69,8 @@ class StreamedAdamW(torch.optim.AdamW):
         """Coming updates for which ``bring`` asks for no memory."""
         self._left: torch.cuda.Event | None = None
         """When the moments of the last update have left; None: there was none."""
+        self._in_vain: torch.cuda.Event | None = None
+        """When what was brought last for an update that did not take place has arrived; None: there was none."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -101,9 +103,10 @@ class StreamedAdamW(torch.optim.AdamW):
             self._early.append(self._arrive(pieces[len(self._early)], slot, None))
 
     def settle(self) -> None:
-        """Returns when the moments of the last update are back in host memory."""
-        if self._left is not None:
-            self._left.synchronize()
+        """Returns when the moments of the last update are back in host memory, and nothing is on its way."""
+        for copied in (self._left, self._in_vain):
+            if copied is not None:
+                copied.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also sends away what was brought for an update that is not to be."""
@@ -169,9 +172,13 @@ class StreamedAdamW(torch.optim.AdamW):
     def _drop_early(self) -> None:
         """What was brought was in vain."""
         early, self._early = self._early, []
+        if not early:
+            return
+        _, arriving, _ = self._all_streams(self._early_of)
         for visit in early:
             # Until it has arrived its memory is not used again.
-            visit.slot.record_stream(self._all_streams(self._early_of)[1])
+            visit.slot.record_stream(arriving)
+        self._in_vain = arriving.record_event()
 
     def _arrive(self, piece: Piece, slot: torch.Tensor, free: torch.cuda.Event | None) -> _Visit:
         """``free``: when the last piece has left the slot; None: there was none."""

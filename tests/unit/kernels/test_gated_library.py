@@ -86,6 +86,20 @@ def test_a_thread_that_waits_for_another_says_so_in_the_end(monkeypatch):
         multiply_two_rows()
 
 
+def test_products_do_not_need_the_kernel_of_gradients(monkeypatch):
+    package = Recorded()
+    epilogues = package.modules("quack.epilogue.library")
+    del epilogues.dgated_mod
+    monkeypatch.setattr(
+        gated_library,
+        "import_module",
+        lambda name: epilogues if name == "quack.epilogue.library" else package.modules(name),
+    )
+    multiply_two_rows()
+    with pytest.raises(ModelError, match="dgated_mod"):
+        gated_library.library_gradients(torch.zeros(5, 16), torch.zeros(16, 8), torch.zeros(5, 16), TILES)
+
+
 def test_a_cache_that_was_chosen_is_kept(monkeypatch):
     package = Recorded()
     package.cache.CACHE_DIR = "/elsewhere"

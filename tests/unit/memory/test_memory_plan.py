@@ -35,6 +35,7 @@ from headrace.models.loading import make_tiny_model
 from headrace.models.lora import LoraSpec
 from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.blocks import bytes_of_a_step
+from headrace.trainers.placement import HOST_MOMENTS
 
 H200 = 150_000_000_000
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "deepseek_v3"]
@@ -234,10 +235,13 @@ def test_a_gated_layer_keeps_less_uncompiled_and_the_same_compiled(tmp_path, mon
     assert (found.compiled, found.pass_bytes) == (own.compiled, own.pass_bytes)
 
 
-def test_plan_and_trainer_reserve_the_same_for_a_step():
+@pytest.mark.parametrize(
+    ("on_gpu", "offload"), [(False, "none"), (True, "none"), (True, "first_moments"), (True, "moments")]
+)
+def test_plan_and_trainer_reserve_the_same_for_a_step(on_gpu, offload):
     model = examine(shape_config("qwen2-0.5b"), torch.float32)
     asked = TrainerPlan(
-        dtype=torch.float32, on_gpu=False, compiled=False, ranks=1, offload="none", row_tokens=512,
+        dtype=torch.float32, on_gpu=on_gpu, compiled=False, ranks=1, offload=offload, row_tokens=512,
         with_reference=False,
     )  # fmt: skip
     planned = trainer_bytes(model, asked, room=H200, device_bytes=H200).device
@@ -245,9 +249,11 @@ def test_plan_and_trainer_reserve_the_same_for_a_step():
         real = AutoModelForCausalLM.from_config(shape_config("qwen2-0.5b"), dtype=torch.float32)
     step = bytes_of_a_step(
         real, real.get_output_embeddings().weight, torch.optim.AdamW(real.parameters()),
-        num_tokens=512, dtype=torch.float32, on_gpu=False,
+        num_tokens=512, dtype=torch.float32, on_gpu=on_gpu, host_moments=HOST_MOMENTS.get(offload, ()),
     )  # fmt: skip
-    assert step == planned["gradients"] + planned["moments"] + planned["head and logits"]
+    moments = planned.get("moments", 0)
+    assert moments == 4 * real.num_parameters() * (2 - len(HOST_MOMENTS.get(offload, ())))
+    assert step == planned["gradients"] + moments + planned["head and logits"]
 
 
 def test_the_command_prints_a_table_and_writes_the_figures(tmp_path):

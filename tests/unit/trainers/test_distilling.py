@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -184,3 +185,20 @@ def test_scores_survive_wire_and_dealing(make_batch, teach):
         for name in ("logprobs", "top_ids", "top_logprobs"):
             expected, found = getattr(sample.teacher, name), getattr(got, name)
             assert np.array_equal(found, expected) and found.dtype == expected.dtype, name
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_moments_are_told_of_slopes_only_where_the_head_keeps_them(
+    make_model, make_batch, teach, monkeypatch, divergence
+):
+    """Comparing with a teacher takes logits once more, and keeps none."""
+    told = []
+
+    def telling_room(*_, slope_bytes, **__):
+        told.append(slope_bytes)
+        return nullcontext()
+
+    one = trainer(make_model(), divergence, offload="moments")
+    monkeypatch.setattr(one.blocks, "telling_room", telling_room)
+    one.step(teach(make_batch(), top_k=1 if divergence == "sampled" else 5))
+    assert len(told) == 1 and (told[0] > 0) is (divergence == "sampled")

@@ -77,6 +77,18 @@ def test_figures_are_those_of_a_plain_loop_over_sequences() -> None:
     assert found["fresh_fraction"] == pytest.approx(len(fresh) / len(gaps))
 
 
+def test_a_step_of_a_single_token_has_figures() -> None:
+    one = torch.zeros(1)
+    inputs = LossInputs(
+        behavior_logprobs_N=one - 1, advantages_N=one, lags_N=torch.zeros(1, dtype=torch.int64),
+        weights_N=one + 1, num_sequences=2, sequence_N=torch.ones(1, dtype=torch.int64), prox_logprobs_N=None,
+        ref_logprobs_N=None,
+    )  # fmt: skip
+    found = behavior_metrics([(one, inputs)])
+    assert found["effective_samples"] == found["fresh_fraction"] == 1.0
+    assert found["mismatch_mean"] == found["mismatch_max"] == 1.0
+
+
 class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -290,43 +289,6 @@ def test_metrics_against_their_definitions(
     assert metrics["version_span_mean"] == metrics["version_span_max"] == 0.0
     assert metrics["masked_by_clip"] == metrics["masked_fraction"]
     assert metrics["masked_fraction"] == metrics["clip_fraction_low"] + metrics["clip_fraction_high"] > 0
-
-
-def test_moments_are_brought_in_the_backward_of_a_steps_last_row(
-    build: Build, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: list[str] = []
-    trainer = build(offload="moments", row_tokens=16)
-    monkeypatch.setattr(trainer.optimizer, "bring", lambda room: log.append("brought"))
-    monkeypatch.setattr(trainer.optimizer, "settle", lambda: log.append("settled"))
-    value = trainer._weights.values
-    monkeypatch.setattr(trainer._weights, "values", lambda row: (log.append("row"), value(row))[1])
-    result = trainer.step(make_batch())
-    num_rows = int(result.metrics["num_rows"])
-    assert num_rows > 2
-    # Before whatever is computed; and once for each of two layers.
-    assert log == ["settled", "settled", *["row"] * num_rows, "brought", "brought"]
-    log.clear()
-    for rows in trainer.prepare(make_batch(step=2)):
-        trainer.accumulate(rows, before_update=True, update_follows=False)
-    assert "brought" not in log
-
-
-def test_moments_get_no_memory_that_gradients_will_take(
-    build: Build, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that the same backward makes: all of them where it is the only one before an update."""
-    told: list[int] = []
-
-    def telling_room(*_: object, gradient_bytes: int, **__: object) -> AbstractContextManager[None]:
-        told.append(gradient_bytes)
-        return nullcontext()
-
-    for row_tokens in (10_000, 16):
-        trainer = build(offload="moments", row_tokens=row_tokens)
-        monkeypatch.setattr(trainer.blocks, "telling_room", telling_room)
-        trainer.step(make_batch())
-    assert told == [4 * sum(weight.numel() for weight in trainer.model.parameters()), 0]
 
 
 @pytest.mark.parametrize("offload", ["none", "first_moments", "moments"])
