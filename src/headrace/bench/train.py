@@ -32,6 +32,7 @@ from headrace.models.joined_linear import JoinedLinear
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.blocks import decoder_layers
 from headrace.trainers.placement import Offload
+from headrace.trainers.streamed_adamw import StreamedAdamW
 from headrace.trainers.torch_trainer import TorchTrainer
 from headrace.types import NO_KV, Sample, TrainBatch
 from headrace.weights.gpu_segments import grow_segments
@@ -157,8 +158,8 @@ def measure(
 
 
 def _step_times(trainer: TorchTrainer, samples: Sequence[Sample], repeats: int) -> list[float]:
-    """Until the weights are there. Moments that then leave for the host do so while, in a run, the next completions are
-    generated."""
+    """Until the weights are there. Moments that then leave for the host do so, in a run, behind the weights and while
+    the next completions are generated."""
     seconds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -166,6 +167,8 @@ def _step_times(trainer: TorchTrainer, samples: Sequence[Sample], repeats: int) 
         if trainer.model.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         seconds.append(time.perf_counter() - start)
+        if isinstance(trainer.optimizer, StreamedAdamW):
+            trainer.optimizer.settle()
         if trainer.model.device.type == "cuda":
             torch.cuda.synchronize()
     return seconds[1:]

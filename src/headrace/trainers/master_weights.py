@@ -22,6 +22,7 @@ from headrace.kernels.chip import has_kernels
 from headrace.models.joined_linear import joined_groups
 from headrace.models.tensors import named_tensors, to_blobs
 from headrace.trainers.head_at_ids import logprobs_at
+from headrace.trainers.host_memory import HostMemory
 from headrace.trainers.logprobs import RowTensors, TokenValues, decoder_output, head_values
 from headrace.trainers.ranks import ALONE
 from headrace.types import TensorBlob
@@ -57,6 +58,8 @@ class MasterWeights:
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self.model = self.policy = model
+        self.host_memory = HostMemory()
+        """Where they are, of weights on a GPU."""
         self.device, self.dtype = model.device, dtype
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._blobs: list[TensorBlob] | None = None
@@ -125,7 +128,7 @@ class MasterWeights:
     def placed_like(self, parameter: torch.Tensor, local: torch.Tensor, key: str) -> torch.Tensor:
         """The reverse of ``local_of``, where the optimizer keeps what it calls ``key``."""
         if key in self.host_moments:
-            return local.pin_memory() if parameter.is_cuda else local
+            return self.host_memory.copy_of(local) if parameter.is_cuda else local
         return local.to(parameter.device)
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from headrace.errors import ConfigError
+from headrace.trainers.host_memory import HostMemory
 from headrace.trainers.streamed_adamw import StreamedAdamW
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -29,8 +30,10 @@ def build_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     host_moments: Sequence[str] = (),
+    host_memory: HostMemory | None = None,
 ) -> torch.optim.AdamW:
-    """``host_moments``: those of ``MOMENTS`` that lie in host memory, whatever the parameters are on."""
+    """``host_moments``: those of ``MOMENTS`` that lie in host memory, whatever the parameters are on;
+    ``host_memory``: as of ``StreamedAdamW``."""
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -42,7 +45,9 @@ def build_adamw(
         for (is_matrix, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
     ]
     if host_moments:
-        return StreamedAdamW(described, lr=learning_rate, betas=betas, eps=eps, on_host=host_moments)
+        return StreamedAdamW(
+            described, lr=learning_rate, betas=betas, eps=eps, on_host=host_moments, host_memory=host_memory
+        )
     return torch.optim.AdamW(described, lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 

@@ -41,6 +41,7 @@ class ShardedWeights:
 
     head_master = None
     host_moments: tuple[str, ...] = ()
+    host_memory = None
 
     def __init__(
         self,

@@ -3,9 +3,10 @@
 In: parameters with gradients. Out: what ``torch.optim.AdamW(fused=True)`` makes of them, bit for bit. On a GPU the
 moments in host memory pass through it in pieces, on a stream of their own for either direction, and a step waits for
 as little of that as can be. While the last gradients are computed, ``bring`` begins with as many pieces as the memory
-that becomes free has room for; while one piece is updated, the next is on its way in; and what is on its way out
-nobody waits for before ``settle``, which is for who reads moments or needs the memory that they leave. Elsewhere host
-memory is where the parameters are, and nothing is copied.
+that becomes free has room for; while one piece is updated, the next is on its way in; the last pieces stay until
+``send_back``, since what else the host reads would come behind them; and what is on its way out nobody waits for before
+``settle``, which is for who reads moments or needs the memory that they leave. Elsewhere host memory is where the
+parameters are, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from headrace.trainers.host_memory import HostMemory
 from headrace.trainers.moment_pieces import Piece, cut, numel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -52,11 +54,14 @@ class StreamedAdamW(torch.optim.AdamW):
         self,
         *args: Any,
         on_host: Sequence[str] = MOMENTS,
+        host_memory: HostMemory | None = None,
         piece_numel: int = PIECE_NUMEL,
         **kwargs: Any,
     ) -> None:
-        """``on_host``: those of ``MOMENTS`` that lie in host memory; the others are where the parameters are."""
+        """``on_host``: those of ``MOMENTS`` that lie in host memory; the others are where the parameters are.
+        ``host_memory``: where a GPU's are put; None: in some of its own."""
         super().__init__(*args, fused=True, **kwargs)
+        self._host_memory = host_memory or HostMemory()
         self._on_host = tuple(name in on_host for name in MOMENTS)
         self._piece_numel = piece_numel
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
@@ -65,6 +70,8 @@ class StreamedAdamW(torch.optim.AdamW):
         self._early: list[_Visit] = []
         self._early_of: list[Piece] = []
         """Pieces of the first group, of the first of which there are visits."""
+        self._staying: list[_Visit] = []
+        """Updated, and not on their way back yet."""
         self._num_resting = 0
         """Coming updates for which ``bring`` asks for no memory."""
         self._left: torch.cuda.Event | None = None
@@ -76,6 +83,7 @@ class StreamedAdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. On a GPU they are updated when its stream has come to the end of
         what is launched here, and the moments leave it after that."""
+        self.send_back()
         try:
             for number, group in enumerate(self.param_groups):
                 self._step(number, group)
@@ -94,16 +102,27 @@ class StreamedAdamW(torch.optim.AdamW):
         num_more = min(num_bytes // self._slot_bytes(pieces), len(pieces)) - len(self._early)
         if num_more <= 0 or self._num_resting:
             return
-        slots = self._new_slots(pieces, num_more, as_there_is_room=True)
-        if len(slots) < num_more:
-            # It is free, but lies in too small parts: the update brings the rest.
-            self._num_resting = _REST_UPDATES
+        self.send_back()
+        slots = self._slots_there_is_room_for(pieces, num_more)
         self._early_of = pieces
         for slot in slots:
             self._early.append(self._arrive(pieces[len(self._early)], slot, None))
 
+    @torch.no_grad()
+    def send_back(self) -> None:
+        """Have the moments leave that are still where they were updated. Whatever the GPU is told after this to bring
+        to the host may have to wait for them."""
+        staying, self._staying = self._staying, []
+        if staying:
+            _, leaving = self._side_streams(staying[0].slot.device)
+            leaving.wait_stream(torch.cuda.current_stream(staying[0].slot.device))
+            for visit in staying:
+                self._leave(visit, leaving)
+            self._left = leaving.record_event()
+
     def settle(self) -> None:
         """Returns when the moments of the last update are back in host memory, and nothing is on its way."""
+        self.send_back()
         for copied in (self._left, self._in_vain):
             if copied is not None:
                 copied.synchronize()
@@ -130,13 +149,11 @@ class StreamedAdamW(torch.optim.AdamW):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 for name, on_host in zip(MOMENTS, self._on_host, strict=True):
-                    # A GPU reads and writes pinned memory by itself.
-                    state[name] = torch.zeros(
-                        parameter.shape,
-                        dtype=parameter.dtype,
-                        device="cpu" if on_host else parameter.device,
-                        pin_memory=on_host and parameter.is_cuda,
-                    )
+                    if on_host and parameter.is_cuda:
+                        state[name] = self._host_memory.take(parameter.shape, parameter.dtype).zero_()
+                    else:
+                        device = "cpu" if on_host else parameter.device
+                        state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
         if parameters:
             torch._foreach_add_([self.state[parameter]["step"] for parameter in parameters], 1)
 
@@ -153,21 +170,29 @@ class StreamedAdamW(torch.optim.AdamW):
             self._drop_early()
         main, _, leaving = self._all_streams(pieces)
         early = self._early
-        num_new = min(_NUM_SLOTS, len(pieces)) - len(early)
-        free: deque[tuple[torch.Tensor, torch.cuda.Event | None]]
-        free = deque((slot, None) for slot in self._new_slots(pieces, max(num_new, 0)))
+        num_new = max(min(_NUM_SLOTS, len(pieces)) - len(early), 0)
+        slots = self._waited_for(pieces, [self._new_slot(pieces) for _ in range(num_new)])
+        free: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque((slot, None) for slot in slots)
+        num_leaving = len(pieces) - len(early) - num_new
         for index, piece in enumerate(pieces):
             visit = early[index] if index < len(early) else self._arrive(piece, *free.popleft())
             main.wait_event(visit.arrived)
             self._update(piece, visit.moments, group)
-            leaving.wait_stream(main)
-            with torch.cuda.stream(leaving):
-                for own, guest in visit.guests:
-                    own.copy_(guest, non_blocking=True)
-            # Until then its memory is not used again.
-            visit.slot.record_stream(leaving)
-            free.append((visit.slot, leaving.record_event()))
+            if index < num_leaving:
+                leaving.wait_stream(main)
+                self._leave(visit, leaving)
+                free.append((visit.slot, leaving.record_event()))
+            else:
+                # Nobody needs its slot.
+                self._staying.append(visit)
         self._early = []
+
+    def _leave(self, visit: _Visit, leaving: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(leaving):
+            for own, guest in visit.guests:
+                own.copy_(guest, non_blocking=True)
+        # Until then its memory is not used again.
+        visit.slot.record_stream(leaving)
 
     def _drop_early(self) -> None:
         """What was brought was in vain."""
@@ -197,23 +222,31 @@ class StreamedAdamW(torch.optim.AdamW):
                 guest.copy_(own, non_blocking=True)
         return _Visit(slot, there, guests, arriving.record_event())
 
-    def _new_slots(
-        self, pieces: list[Piece], count: int, *, as_there_is_room: bool = False
-    ) -> list[torch.Tensor]:
-        """Taken on the main stream, whose freed memory is there; a side stream would be given memory of its own.
-        ``as_there_is_room``: fewer, or none, where there is no memory for all."""
-        shape, device = (sum(self._on_host), numel(pieces[0])), pieces[0][0].parameter.device
-        slots: list[torch.Tensor] = []
+    def _slots_there_is_room_for(self, pieces: list[Piece], most: int) -> list[torch.Tensor]:
+        """Fewer, or none, where memory is free but lies in too small parts: then the update brings the rest, and a
+        while passes before more is asked for. The allocator may still find some, for which it has waited for the GPU
+        and given back what the next layers need."""
+        device, slots = pieces[0][0].parameter.device, list[torch.Tensor]()
+        num_retries = _num_retries(device)
         try:
-            while len(slots) < count:
-                slots.append(torch.empty(shape, device=device))
+            while len(slots) < most and not self._num_resting:
+                slots.append(self._new_slot(pieces))
+                if _num_retries(device) > num_retries:
+                    self._num_resting = _REST_UPDATES
         except torch.OutOfMemoryError:
-            if not as_there_is_room:
-                raise
+            self._num_resting = _REST_UPDATES
+        return self._waited_for(pieces, slots)
+
+    def _new_slot(self, pieces: list[Piece]) -> torch.Tensor:
+        """Taken on the main stream, whose freed memory is there; a side stream would be given memory of its own."""
+        shape = sum(self._on_host), numel(pieces[0])
+        return torch.empty(shape, device=pieces[0][0].parameter.device)
+
+    def _waited_for(self, pieces: list[Piece], slots: list[torch.Tensor]) -> list[torch.Tensor]:
+        """New slots, to which pieces may come: they have been let go of, and the pieces have left the last ones."""
         main, arriving, _ = self._all_streams(pieces)
         arriving.wait_stream(main)
         if self._left is not None:
-            # Until then they are on their way to where these come from.
             arriving.wait_event(self._left)
         return slots
 
@@ -237,9 +270,12 @@ class StreamedAdamW(torch.optim.AdamW):
     ) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
         """The one that computes, and one for either direction."""
         device = pieces[0][0].parameter.device
+        return torch.cuda.current_stream(device), *self._side_streams(device)
+
+    def _side_streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         if self._streams is None:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        return torch.cuda.current_stream(device), *self._streams
+        return self._streams
 
     def _update(self, piece: Piece, moments: list[_Moments], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -258,6 +294,11 @@ class StreamedAdamW(torch.optim.AdamW):
             amsgrad=False,
             maximize=False,
         )
+
+
+def _num_retries(device: torch.device) -> int:
+    """How often the allocator has given memory back to find some that lies together, waiting for the GPU."""
+    return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
 
 
 def _is_apart(parameter: torch.Tensor) -> bool:

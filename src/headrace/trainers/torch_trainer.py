@@ -108,6 +108,7 @@ class TorchTrainer:
             betas=options.betas,
             weight_decay=options.weight_decay,
             host_moments=self._weights.host_moments,
+            host_memory=self._weights.host_memory,
         )
         self.version, self.num_steps, self.num_tokens = 0, 0, 0
         self._tally: RouteTally | None = None
@@ -257,6 +258,9 @@ class TorchTrainer:
                 # The other ranks count on this one for every tensor, also after a sender that failed.
                 for _ in blobs:
                     pass
+                if isinstance(self.optimizer, StreamedAdamW):
+                    # Not before: the digest would come to the host behind them.
+                    self.optimizer.send_back()
 
     def retire(self, version: int) -> None:
         if self._sender is not None:

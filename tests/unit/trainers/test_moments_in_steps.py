@@ -86,6 +86,23 @@ def test_room_is_kept_for_the_moments_that_stay(
     assert reserved[0] - reserved[1] == 4 * num_staying * trainer.model.num_parameters()
 
 
+def test_moments_leave_behind_the_weights(
+    build: Build, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose digest would come to the host behind them."""
+    log: list[str] = []
+    trainer = build(offload="moments")
+    monkeypatch.setattr(trainer.optimizer, "send_back", lambda: log.append("sent back"))
+    send = trainer._sender.send
+    monkeypatch.setattr(
+        trainer._sender, "send", lambda *given, **more: (log.append("published"), send(*given, **more))[1]
+    )
+    trainer.step(make_batch())
+    log.clear()
+    trainer.publish(1)
+    assert log == ["published", "sent back"]
+
+
 def test_a_checkpoint_waits_for_moments_on_their_way(
     build: Build, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

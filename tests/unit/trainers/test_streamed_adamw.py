@@ -226,6 +226,83 @@ def test_room_is_counted_from_the_first_call(device: Device, on_host: tuple[str,
         assert len(second._early) == brought
 
 
+@pytest.mark.parametrize("num_early", [0, 2, 20, 1000])
+def test_pieces_whose_room_nobody_needs_stay_until_they_are_sent_back(device: Device, num_early: int) -> None:
+    """Behind them the host would wait for whatever else it reads."""
+    parameters, first, second = build(device, MOMENTS)
+    for step in range(3):
+        give_gradients(parameters)
+        second.bring(num_early * SLOT_BYTES)
+        first.step()
+        second.step()
+        device.finish_main()
+        kept = {numel: len(pieces) for numel, (_, pieces) in second._cut.items()}
+        brought = min(num_early, kept[0]) if step else 0
+        num_slots = [max(brought, min(3, kept[0])), min(3, kept[1])]
+        assert len(second._staying) == sum(num_slots)
+        queued = sum(not isinstance(what, Event) for what in device.leaving.queue)
+        second.send_back()
+        assert not second._staying
+        # Unless the next update does it, of which nothing may come before that.
+        if step == 1:
+            second.settle()
+        sent = sum(not isinstance(what, Event) for what in device.leaving.queue) - queued
+        assert sent >= 2 * sum(num_slots)
+        device.check_kept(device.leaving)
+    second.settle()
+    check_alike(parameters, first, second)
+
+
+def test_what_stays_is_sent_back_before_anything_comes_again(device: Device) -> None:
+    parameters, first, second = build(device, MOMENTS)
+    for step in range(4):
+        give_gradients(parameters)
+        if step % 2:
+            second.bring(5 * SLOT_BYTES)
+            assert not second._staying
+        first.step()
+        second.step()
+        assert second._staying
+        if step == 2:
+            # Behind an update that is still to be done.
+            second.send_back()
+        device.finish_main()
+    second.settle()
+    assert not second._staying
+    check_alike(parameters, first, second)
+
+
+def test_memory_for_which_the_allocator_had_to_wait_is_the_last_that_is_asked_for(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gave parts back to the GPU to find one that is large enough: the next layers would miss them."""
+    parameters, first, second = build(device, MOMENTS)
+    empty, asked = torch.empty, []
+
+    def counted(*given: Any, **more: Any) -> torch.Tensor:
+        asked.append(given)
+        return empty(*given, **more)
+
+    for number in range(1 + streamed_adamw._REST_UPDATES):
+        give_gradients(parameters)
+        asked.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", counted)
+            patched.setattr(streamed_adamw, "_num_retries", lambda _: int(len(asked) >= 4))
+            second.bring(7 * SLOT_BYTES)
+            second.bring(9 * SLOT_BYTES)
+        assert len(second._early) == len(asked) == (4 if number == 1 else 0)
+        first.step()
+        second.step()
+        device.finish_main()
+        second.zero_grad()
+    second.bring(7 * SLOT_BYTES)
+    assert len(second._early) == 7
+    second.zero_grad()
+    second.settle()
+    check_alike(parameters, first, second)
+
+
 def test_nothing_is_brought_where_moments_are_missing(device: Device) -> None:
     """As after a checkpoint that holds none of a parameter."""
     parameters, _, second = build(device, MOMENTS)
@@ -264,6 +341,7 @@ def test_an_update_that_is_not_to_be_leaves_nothing_behind(device: Device) -> No
             first.step()
             second.step()
             device.finish_main()
+            second.send_back()
         second.zero_grad()
         assert not second._early
         device.check_kept(device.arriving if skipped else device.leaving)
@@ -309,6 +387,7 @@ def test_an_update_without_memory_keeps_what_moments_still_come_to(
     give_gradients(parameters)
     second.step()
     device.finish_main()
+    second.send_back()
     device.check_kept(device.leaving)
     second.bring(SLOT_BYTES)
     monkeypatch.setattr(torch, "empty", _no_room)
