@@ -52,9 +52,9 @@ def test_every_kernel_that_is_launched_compiles(kernels):
 
 
 def test_no_kernel_keeps_numbers_in_memory_for_want_of_registers(kernels):
-    """But for one, a few bytes outside its loop."""
+    """But for one, a few bytes outside its loop, and by Triton 3.6 for another."""
     spilled = {kernel["kernel"] for kernel in kernels if kernel["spilled_bytes"]}
-    assert spilled <= {"prefix_kernel"}
+    assert spilled <= {"prefix_kernel", "cut_kernel"}
     assert all(kernel["spilled_bytes"] <= 16 for kernel in kernels)
 
 
