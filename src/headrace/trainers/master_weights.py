@@ -55,11 +55,11 @@ class MasterWeights:
     is the one that is trained, or none is."""
     host_moments: tuple[str, ...] = ()
     """Those of the optimizer's moments that lie in host memory."""
+    host_memory: HostMemory | None = None
+    """Where they are put, of weights on a GPU; None: there are none."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self.model = self.policy = model
-        self.host_memory = HostMemory()
-        """Where they are, of weights on a GPU."""
         self.device, self.dtype = model.device, dtype
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._blobs: list[TensorBlob] | None = None
@@ -127,9 +127,10 @@ class MasterWeights:
 
     def placed_like(self, parameter: torch.Tensor, local: torch.Tensor, key: str) -> torch.Tensor:
         """The reverse of ``local_of``, where the optimizer keeps what it calls ``key``."""
-        if key in self.host_moments:
-            return self.host_memory.copy_of(local) if parameter.is_cuda else local
-        return local.to(parameter.device)
+        if key in self.host_moments and parameter.is_cuda:
+            assert self.host_memory is not None
+            return self.host_memory.copy_of(local)
+        return local if key in self.host_moments else local.to(parameter.device)
 
     @torch.no_grad()
     def fill(self, whole: Mapping[str, torch.Tensor] | None) -> None:

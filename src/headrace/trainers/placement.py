@@ -21,6 +21,7 @@ from headrace.models.packed_attention import use_packed_attention
 from headrace.models.tensors import named_tensors
 from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.forward_check import check_forward
+from headrace.trainers.host_memory import HostMemory
 from headrace.trainers.master_weights import MasterWeights, compute_copy
 from headrace.trainers.ranks import Ranks
 from headrace.trainers.sharded_adapter import ShardedAdapterWeights
@@ -74,7 +75,8 @@ def place_weights(
         ), None
     if ranks.device is None:
         masters, reference = _on_one_device(model, dtype, with_reference)
-        masters.host_moments = HOST_MOMENTS.get(offload, ())
+        if offload in HOST_MOMENTS:
+            masters.host_moments, masters.host_memory = HOST_MOMENTS[offload], HostMemory()
         return masters, reference
     slices = None
     if with_reference:
