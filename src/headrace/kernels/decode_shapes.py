@@ -73,7 +73,7 @@ def decode_shape(
     warps = 1 if heads_padded == 8 else 2 if heads_padded <= 32 else 4
     many = 6 if heads_padded == 8 else 3
     if is_shared:
-        tile, stages, at_once = 16, 3, many
+        tile, stages, at_once = 16, 3, many if warps < 4 else 2
     elif pairs_each <= 1:
         tile, stages, at_once, warps = 64, 3, 2, max(2, warps)
     elif pairs_each <= 3.5:

@@ -59,11 +59,16 @@ def test_no_kernel_keeps_numbers_in_memory_for_want_of_registers(kernels):
 
 
 def test_all_programs_that_rows_are_dealt_out_to_run_at_once(kernels):
-    """Key-value rows of a pass are dealt out to three programs a multiprocessor at most, or to six of one warp; one
-    that must wait for another costs as much as all before it."""
-    decoding = [kernel for kernel in kernels if kernel["case"].startswith("decode ")]
-    assert len(decoding) > 12 and {kernel["num_warps"] for kernel in decoding} == {1, 2, 4}
-    assert all(kernel["at_once"] >= (6 if kernel["num_warps"] == 1 else 3) for kernel in decoding)
+    """Key-value rows of a pass are dealt out to three programs a multiprocessor at most, or to six of one warp; to two
+    of four warps beside shared prompts. One that must wait for another costs as much as all before it."""
+    for shared, least in ((False, {1: 6, 2: 3, 4: 3}), (True, {1: 6, 2: 3, 4: 2})):
+        decoding = [
+            kernel
+            for kernel in kernels
+            if kernel["kernel"] == "decode_kernel" and kernel["case"].startswith("shared") == shared
+        ]
+        assert {kernel["num_warps"] for kernel in decoding} == set(least)
+        assert all(kernel["at_once"] >= least[kernel["num_warps"]] for kernel in decoding)
 
 
 def test_loops_over_keys_and_values_read_ahead(kernels):

@@ -24,7 +24,11 @@ from headrace.kernels.dealing import MAX_SPANS, MIN_SPAN, deal_out, most_spans, 
         pytest.param([16_000, *[800] * 15], 16, [10, *[1] * 15], id="one that is far longer, and no room"),
         pytest.param([90_000, 0], 300, [MAX_SPANS, 1], id="no more than are joined, and padding"),
         pytest.param([0, 0, 0], 12, [1, 1, 1], id="nothing to read"),
-        pytest.param([1000, *[0] * 7], 4, [4, *[1] * 7], id="padding, which nobody waits for"),
+        pytest.param(
+            [1000, 1000, *[0] * 7], 5, [2, 2, *[1] * 7], id="two with room for five, padding not counted"
+        ),
+        pytest.param([40_000, *[500] * 8], 8, [8, *[1] * 8], id="more rows than run at once, one longer"),
+        pytest.param([1500, 500, 500, 500], 4, [1] * 4, id="as many rows as run at once, one twice a share"),
         pytest.param([3000, *[300] * 9], 10, [6, *[1] * 9], id="none longer than an even share"),
     ],
 )
