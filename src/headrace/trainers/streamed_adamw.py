@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from headrace.trainers.host_memory import HostMemory
 from headrace.trainers.moment_pieces import Piece, cut, numel
+from headrace.trainers.moment_traffic import Moments, MomentTraffic, Visit
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PIECE_NUMEL = 2**24
@@ -30,21 +30,6 @@ brought before."""
 _REST_UPDATES = 16
 """So many, from the coming one on, bring nothing more before it is due, once there was no memory for it: a GPU that is
 asked for memory it does not have waits for all that it was given."""
-
-_Moments = tuple[torch.Tensor, torch.Tensor]
-"""The first and the second of a span."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Visit:
-    """A piece whose moments are on the device, or on their way there."""
-
-    slot: torch.Tensor
-    moments: list[_Moments]
-    """In the slot, or where they lie anyway."""
-    guests: list[tuple[torch.Tensor, torch.Tensor]]
-    """In host memory, and in the slot."""
-    arrived: torch.cuda.Event
 
 
 class StreamedAdamW(torch.optim.AdamW):
@@ -64,33 +49,29 @@ class StreamedAdamW(torch.optim.AdamW):
         self._host_memory = host_memory or HostMemory()
         self._on_host = tuple(name in on_host for name in MOMENTS)
         self._piece_numel = piece_numel
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        self._known_traffic: MomentTraffic | None = None
         self._cut: dict[int, tuple[list[torch.Tensor], list[Piece]]] = {}
         """By group, the parameters that were updated last, and their pieces."""
-        self._early: list[_Visit] = []
+        self._early: list[Visit] = []
         self._early_of: list[Piece] = []
         """Pieces of the first group, of the first of which there are visits."""
-        self._staying: list[_Visit] = []
+        self._staying: list[Visit] = []
         """Updated, and not on their way back yet."""
         self._num_resting = 0
         """Coming updates for which ``bring`` asks for no memory."""
-        self._left: torch.cuda.Event | None = None
-        """When the moments of the last update have left; None: there was none."""
-        self._in_vain: torch.cuda.Event | None = None
-        """When what was brought last for an update that did not take place has arrived; None: there was none."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. On a GPU they are updated when its stream has come to the end of
-        what is launched here, and the moments leave it after that."""
+        what is launched here; the moments leave after that, the last ones when they are sent back."""
         self.send_back()
         try:
             for number, group in enumerate(self.param_groups):
                 self._step(number, group)
         finally:
             self._num_resting = max(0, self._num_resting - 1)
-            if self._streams is not None:
-                self._left = self._streams[1].record_event()
+            if self._known_traffic is not None:
+                self._known_traffic.end()
 
     @torch.no_grad()
     def bring(self, num_bytes: int) -> None:
@@ -103,7 +84,7 @@ class StreamedAdamW(torch.optim.AdamW):
         if num_more <= 0 or self._num_resting:
             return
         self.send_back()
-        slots = self._slots_there_is_room_for(pieces, num_more)
+        slots = self._traffic.open(self._slots_there_is_room_for(pieces, num_more))
         self._early_of = pieces
         for slot in slots:
             self._early.append(self._arrive(pieces[len(self._early)], slot, None))
@@ -113,19 +94,16 @@ class StreamedAdamW(torch.optim.AdamW):
         """Have the moments leave that are still where they were updated. Whatever the GPU is told after this to bring
         to the host may have to wait for them."""
         staying, self._staying = self._staying, []
+        for visit in staying:
+            self._traffic.leave(visit)
         if staying:
-            _, leaving = self._side_streams(staying[0].slot.device)
-            leaving.wait_stream(torch.cuda.current_stream(staying[0].slot.device))
-            for visit in staying:
-                self._leave(visit, leaving)
-            self._left = leaving.record_event()
+            self._traffic.end()
 
     def settle(self) -> None:
         """Returns when the moments of the last update are back in host memory, and nothing is on its way."""
         self.send_back()
-        for copied in (self._left, self._in_vain):
-            if copied is not None:
-                copied.synchronize()
+        if self._known_traffic is not None:
+            self._known_traffic.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also sends away what was brought for an update that is not to be."""
@@ -168,48 +146,28 @@ class StreamedAdamW(torch.optim.AdamW):
     def _stream(self, pieces: list[Piece], group: dict[str, Any]) -> None:
         if pieces is not self._early_of:
             self._drop_early()
-        main, _, leaving = self._all_streams(pieces)
-        early = self._early
+        traffic, early, device = self._traffic, self._early, pieces[0][0].parameter.device
         num_new = max(min(_NUM_SLOTS, len(pieces)) - len(early), 0)
-        slots = self._waited_for(pieces, [self._new_slot(pieces) for _ in range(num_new)])
+        slots = traffic.open([self._new_slot(pieces) for _ in range(num_new)])
         free: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque((slot, None) for slot in slots)
         num_leaving = len(pieces) - len(early) - num_new
         for index, piece in enumerate(pieces):
             visit = early[index] if index < len(early) else self._arrive(piece, *free.popleft())
-            main.wait_event(visit.arrived)
+            torch.cuda.current_stream(device).wait_event(visit.arrived)
             self._update(piece, visit.moments, group)
             if index < num_leaving:
-                leaving.wait_stream(main)
-                self._leave(visit, leaving)
-                free.append((visit.slot, leaving.record_event()))
+                free.append((visit.slot, traffic.leave(visit)))
             else:
                 # Nobody needs its slot.
                 self._staying.append(visit)
         self._early = []
 
-    def _leave(self, visit: _Visit, leaving: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(leaving):
-            for own, guest in visit.guests:
-                own.copy_(guest, non_blocking=True)
-        # Until then its memory is not used again.
-        visit.slot.record_stream(leaving)
-
     def _drop_early(self) -> None:
-        """What was brought was in vain."""
         early, self._early = self._early, []
-        if not early:
-            return
-        _, arriving, _ = self._all_streams(self._early_of)
-        for visit in early:
-            # Until it has arrived its memory is not used again.
-            visit.slot.record_stream(arriving)
-        self._in_vain = arriving.record_event()
+        if early:
+            self._traffic.abandon(early)
 
-    def _arrive(self, piece: Piece, slot: torch.Tensor, free: torch.cuda.Event | None) -> _Visit:
-        """``free``: when the last piece has left the slot; None: there was none."""
-        _, arriving, _ = self._all_streams([piece])
-        if free is not None:
-            arriving.wait_event(free)
+    def _arrive(self, piece: Piece, slot: torch.Tensor, free: torch.cuda.Event | None) -> Visit:
         at_home, there = self._moments(piece, None), self._moments(piece, slot)
         guests = [
             (host[i], guest[i])
@@ -217,10 +175,7 @@ class StreamedAdamW(torch.optim.AdamW):
             for i, on_host in enumerate(self._on_host)
             if on_host
         ]
-        with torch.cuda.stream(arriving):
-            for own, guest in guests:
-                guest.copy_(own, non_blocking=True)
-        return _Visit(slot, there, guests, arriving.record_event())
+        return self._traffic.arrive(slot, there, guests, free=free)
 
     def _slots_there_is_room_for(self, pieces: list[Piece], most: int) -> list[torch.Tensor]:
         """Fewer, or none, where memory is free but lies in too small parts: then the update brings the rest, and a
@@ -235,25 +190,16 @@ class StreamedAdamW(torch.optim.AdamW):
                     self._num_resting = _REST_UPDATES
         except torch.OutOfMemoryError:
             self._num_resting = _REST_UPDATES
-        return self._waited_for(pieces, slots)
+        return slots
 
     def _new_slot(self, pieces: list[Piece]) -> torch.Tensor:
-        """Taken on the main stream, whose freed memory is there; a side stream would be given memory of its own."""
         shape = sum(self._on_host), numel(pieces[0])
         return torch.empty(shape, device=pieces[0][0].parameter.device)
-
-    def _waited_for(self, pieces: list[Piece], slots: list[torch.Tensor]) -> list[torch.Tensor]:
-        """New slots, to which pieces may come: they have been let go of, and the pieces have left the last ones."""
-        main, arriving, _ = self._all_streams(pieces)
-        arriving.wait_stream(main)
-        if self._left is not None:
-            arriving.wait_event(self._left)
-        return slots
 
     def _slot_bytes(self, pieces: list[Piece]) -> int:
         return sum(self._on_host) * numel(pieces[0]) * pieces[0][0].parameter.element_size()
 
-    def _moments(self, piece: Piece, slot: torch.Tensor | None) -> list[_Moments]:
+    def _moments(self, piece: Piece, slot: torch.Tensor | None) -> list[Moments]:
         """Of a piece's spans, those in host memory in the slot, one behind the other; None: all where they lie."""
         sizes = [span.numel for span in piece]
         rows = iter(() if slot is None else slot)
@@ -265,19 +211,14 @@ class StreamedAdamW(torch.optim.AdamW):
         )
         return list(zip(first, second, strict=True))
 
-    def _all_streams(
-        self, pieces: Sequence[Piece]
-    ) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
-        """The one that computes, and one for either direction."""
-        device = pieces[0][0].parameter.device
-        return torch.cuda.current_stream(device), *self._side_streams(device)
+    @property
+    def _traffic(self) -> MomentTraffic:
+        """Asked for only where parameters are on a GPU, all of them on one."""
+        if self._known_traffic is None:
+            self._known_traffic = MomentTraffic(self.param_groups[0]["params"][0].device)
+        return self._known_traffic
 
-    def _side_streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        if self._streams is None:
-            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        return self._streams
-
-    def _update(self, piece: Piece, moments: list[_Moments], group: dict[str, Any]) -> None:
+    def _update(self, piece: Piece, moments: list[Moments], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         torch._fused_adamw_(
             [span.of(span.parameter) for span in piece],

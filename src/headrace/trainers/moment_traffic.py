@@ -1,0 +1,97 @@
+"""Moments on their way between host memory and a GPU, on a stream of their own for either direction.
+
+In: the moments of pieces, and slots of the GPU's memory for them. Out: visits, whose moments are there once ``arrived``
+has come, and go back when they are told to. Nobody waits but streams: for what computes with a piece before it leaves,
+for memory before something comes into it, and for a piece to be back before it comes again. ``settle`` is for a host
+that reads moments, or needs the memory that they leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Moments = tuple[torch.Tensor, torch.Tensor]
+"""The first and the second of a span."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A piece whose moments are on the device, or on their way there."""
+
+    slot: torch.Tensor
+    moments: list[Moments]
+    """In the slot, or where they lie anyway."""
+    guests: list[tuple[torch.Tensor, torch.Tensor]]
+    """In host memory, and in the slot."""
+    arrived: torch.cuda.Event
+
+
+class MomentTraffic:
+    """With one device. Slots are taken on the stream that computes, whose freed memory is there: a side stream would be
+    given memory of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arriving, self._leaving = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._left: torch.cuda.Event | None = None
+        """When the moments of the last update have left; None: there was none."""
+        self._in_vain: torch.cuda.Event | None = None
+        """When what came last for an update that did not take place has arrived; None: nothing did."""
+
+    @property
+    def _main(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def open(self, slots: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The new slots, to which pieces may now come: whoever had that memory is done, and the pieces have left the
+        slots that they were in."""
+        self._arriving.wait_stream(self._main)
+        if self._left is not None:
+            self._arriving.wait_event(self._left)
+        return slots
+
+    def arrive(
+        self,
+        slot: torch.Tensor,
+        moments: list[Moments],
+        guests: list[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        free: torch.cuda.Event | None,
+    ) -> Visit:
+        """``free``: when the last piece has left the slot; None: there was none."""
+        if free is not None:
+            self._arriving.wait_event(free)
+        with torch.cuda.stream(self._arriving):
+            for own, guest in guests:
+                guest.copy_(own, non_blocking=True)
+        return Visit(slot, moments, guests, self._arriving.record_event())
+
+    def leave(self, visit: Visit) -> torch.cuda.Event:
+        """Behind all that computes with it; returns when it will have left."""
+        self._leaving.wait_stream(self._main)
+        with torch.cuda.stream(self._leaving):
+            for own, guest in visit.guests:
+                own.copy_(guest, non_blocking=True)
+        # Until then its memory is not used again.
+        visit.slot.record_stream(self._leaving)
+        return self._leaving.record_event()
+
+    def end(self) -> None:
+        """All that leaves in this update has been told to."""
+        self._left = self._leaving.record_event()
+
+    def abandon(self, visits: Sequence[Visit]) -> None:
+        """What came was in vain."""
+        for visit in visits:
+            # Until it has arrived its memory is not used again.
+            visit.slot.record_stream(self._arriving)
+        self._in_vain = self._arriving.record_event()
+
+    def settle(self) -> None:
+        """Returns when nothing that was told to leave, and nothing that came in vain, is on its way."""
+        for copied in (self._left, self._in_vain):
+            if copied is not None:
+                copied.synchronize()
