@@ -46,7 +46,7 @@ def deal_out(own_B: np.ndarray, num_at_once: int) -> np.ndarray:
     of padding has a span too, which ends as soon as it begins."""
     even = max(float(MIN_SPAN), own_B.sum() / max(1, num_at_once))
     if np.count_nonzero(own_B) > num_at_once:
-        # As with many rows, where the host's time is dearest.
+        # However long spans are, they do not all run at once.
         return np.ceil(own_B / even).clip(1, MAX_SPANS).astype(np.int64)
     counts = np.ceil(own_B / (even * _STRETCHES)).clip(1, MAX_SPANS).astype(np.int64)
     fits = counts[:, own_B > 0].sum(1) <= num_at_once

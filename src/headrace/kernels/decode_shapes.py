@@ -65,8 +65,9 @@ def decode_shape(
     """All programs should run at once: one more than there is room for takes as long as all the others. So they are the
     smaller the more pairs of a row and a key-value head there are, and where prefixes are read beside them. Chosen by
     timing for up to eight query heads a key-value head. A program keeps a sum for each of them: with more of them its
-    tiles are so small that three programs still have room, and its warps so few that Hopper's products of whole groups
-    of warps are not used, which Triton before 3.7 does not let wait for what was copied."""
+    tiles are so small that three programs still have room, two of four warps where prefixes are read beside them, and
+    its warps so few that Hopper's products of whole groups of warps are not used, which Triton before 3.7 does not let
+    wait for what was copied."""
     heads_padded, pairs_each = padded_heads(group), num_rows * num_kv_heads / chip.num_multiprocessors
     if dtype == torch.float32 or key_dim > 128:
         return DecodeShape(32, 2 if heads_padded == 8 else 4, 2, 3)

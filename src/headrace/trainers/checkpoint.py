@@ -199,6 +199,8 @@ def _restore_optimizer(directory: Path, weights: Weights, optimizer: torch.optim
     if saved is None:
         raise CheckpointError(f"checkpoint {directory}: optimizer.safetensors is missing; {_REMEDY_READ}")
     optimizer.state.clear()
+    if weights.host_memory is not None:
+        weights.host_memory.forget()
     for label, tensor in saved.items():
         name, _, key = label.rpartition(":")
         parameter = parameters[name]

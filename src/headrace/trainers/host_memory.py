@@ -2,7 +2,8 @@
 
 In: shapes, one after the other. Out: tensors of them. A tensor that is pinned by itself takes the next power of two of
 bytes, which for the moments of a 7B model is 116 GB instead of 61; so blocks are powers of two, and tensors lie in the
-first one that has room for them. Of a block that is no longer full nothing is handed out again.
+first one that has room for them. What was let go of is not handed out again; a block is given back with the last of its
+tensors, once it is full or forgotten.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-MOST_BLOCK_BYTES = 2**32
-"""Blocks are no larger than that, unless one tensor is; at first they are no larger than what there is already."""
+MOST_BLOCK_BYTES = 2**31
+"""Blocks are no larger than that, unless one tensor is; the first ones are about as large as what there is already."""
 _ALIGNMENT_BYTES = 512
 
 
@@ -26,8 +27,6 @@ class HostMemory:
         self._new_block = new_block
         self._open: list[torch.Tensor] = []
         """What is left of each block."""
-        self.num_bytes = 0
-        """Of all blocks."""
         self._num_used_bytes = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -49,8 +48,11 @@ class HostMemory:
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.take(tensor.shape, tensor.dtype).copy_(tensor)
 
+    def forget(self) -> None:
+        """What is left of the blocks there are: all that lies in them is about to be let go of."""
+        self._open.clear()
+        self._num_used_bytes = 0
+
     def _block(self, least_bytes: int) -> torch.Tensor:
         wanted = max(least_bytes, min(self._num_used_bytes, MOST_BLOCK_BYTES), 1)
-        num_bytes = 1 << (wanted - 1).bit_length()
-        self.num_bytes += num_bytes
-        return self._new_block(num_bytes)
+        return self._new_block(1 << (wanted - 1).bit_length())

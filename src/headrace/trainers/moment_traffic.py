@@ -37,7 +37,7 @@ class MomentTraffic:
         self._device = device
         self._arriving, self._leaving = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._left: torch.cuda.Event | None = None
-        """When the moments of the last update have left; None: there was none."""
+        """When what was told to leave last will have left; None: nothing was."""
         self._in_vain: torch.cuda.Event | None = None
         """When what came last for an update that did not take place has arrived; None: nothing did."""
 
@@ -45,13 +45,12 @@ class MomentTraffic:
     def _main(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
-    def open(self, slots: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The new slots, to which pieces may now come: whoever had that memory is done, and the pieces have left the
-        slots that they were in."""
+    def make_way(self) -> None:
+        """What arrives after this may come to slots that were taken before it, and from wherever pieces leave for:
+        whoever had that memory is done then, and the pieces have left."""
         self._arriving.wait_stream(self._main)
         if self._left is not None:
             self._arriving.wait_event(self._left)
-        return slots
 
     def arrive(
         self,
@@ -77,11 +76,8 @@ class MomentTraffic:
                 own.copy_(guest, non_blocking=True)
         # Until then its memory is not used again.
         visit.slot.record_stream(self._leaving)
-        return self._leaving.record_event()
-
-    def end(self) -> None:
-        """All that leaves in this update has been told to."""
         self._left = self._leaving.record_event()
+        return self._left
 
     def abandon(self, visits: Sequence[Visit]) -> None:
         """What came was in vain."""

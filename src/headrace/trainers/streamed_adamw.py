@@ -25,8 +25,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 PIECE_NUMEL = 2**24
 """Parameters of a piece, whose moments are 128 MB: much for a copy, and little where the first has to be waited for."""
 _NUM_SLOTS = 3
-"""Pieces on the device at once: one on its way in, one that is updated, one on its way out. More, where more were
-brought before."""
+"""Pieces of a group on the device at once: one on its way in, one that is updated, one on its way out. More, where more
+were brought before."""
 _REST_UPDATES = 16
 """So many, from the coming one on, bring nothing more before it is due, once there was no memory for it: a GPU that is
 asked for memory it does not have waits for all that it was given."""
@@ -70,8 +70,6 @@ class StreamedAdamW(torch.optim.AdamW):
                 self._step(number, group)
         finally:
             self._num_resting = max(0, self._num_resting - 1)
-            if self._known_traffic is not None:
-                self._known_traffic.end()
 
     @torch.no_grad()
     def bring(self, num_bytes: int) -> None:
@@ -84,7 +82,8 @@ class StreamedAdamW(torch.optim.AdamW):
         if num_more <= 0 or self._num_resting:
             return
         self.send_back()
-        slots = self._traffic.open(self._slots_there_is_room_for(pieces, num_more))
+        slots = self._slots_there_is_room_for(pieces, num_more)
+        self._traffic.make_way()
         self._early_of = pieces
         for slot in slots:
             self._early.append(self._arrive(pieces[len(self._early)], slot, None))
@@ -96,11 +95,9 @@ class StreamedAdamW(torch.optim.AdamW):
         staying, self._staying = self._staying, []
         for visit in staying:
             self._traffic.leave(visit)
-        if staying:
-            self._traffic.end()
 
     def settle(self) -> None:
-        """Returns when the moments of the last update are back in host memory, and nothing is on its way."""
+        """Returns when the moments of the last update are back in host memory, and what came for none has come."""
         self.send_back()
         if self._known_traffic is not None:
             self._known_traffic.settle()
@@ -127,7 +124,7 @@ class StreamedAdamW(torch.optim.AdamW):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 for name, on_host in zip(MOMENTS, self._on_host, strict=True):
-                    if on_host and parameter.is_cuda:
+                    if on_host and _is_apart(parameter):
                         state[name] = self._host_memory.take(parameter.shape, parameter.dtype).zero_()
                     else:
                         device = "cpu" if on_host else parameter.device
@@ -148,7 +145,8 @@ class StreamedAdamW(torch.optim.AdamW):
             self._drop_early()
         traffic, early, device = self._traffic, self._early, pieces[0][0].parameter.device
         num_new = max(min(_NUM_SLOTS, len(pieces)) - len(early), 0)
-        slots = traffic.open([self._new_slot(pieces) for _ in range(num_new)])
+        slots = [self._new_slot(pieces) for _ in range(num_new)]
+        traffic.make_way()
         free: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque((slot, None) for slot in slots)
         num_leaving = len(pieces) - len(early) - num_new
         for index, piece in enumerate(pieces):

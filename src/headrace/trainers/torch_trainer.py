@@ -280,6 +280,9 @@ class TorchTrainer:
 
     def load(self, directory: Path) -> int:
         with self.ledger.activity("loading"):
+            # Of a step that failed nothing may reach what is loaded.
+            self.optimizer.zero_grad(set_to_none=True)
+            self._settle()
             position = load_state(
                 directory, weights=self._weights, optimizer=self.optimizer, reference=self._reference
             )

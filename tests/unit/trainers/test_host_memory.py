@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
 from headrace.trainers.host_memory import HostMemory
@@ -48,24 +49,43 @@ def test_blocks_are_powers_of_two_and_grow_with_what_they_hold() -> None:
     used = 200 * 1536
     assert all(size.bit_count() == 1 for size in blocks.sizes)
     assert blocks.sizes == sorted(blocks.sizes) and len(blocks.sizes) < 12
-    assert used <= sum(blocks.sizes) == memory.num_bytes <= 3 * used
+    assert used <= sum(blocks.sizes) <= 3 * used
 
 
-def test_the_moments_of_large_models_take_little_more_than_their_bytes() -> None:
+def test_what_is_left_of_blocks_can_be_forgotten() -> None:
+    """So that a block goes with the last of its tensors."""
+    blocks = Blocks()
+    memory = HostMemory(blocks)
+    memory.take((300,), torch.float32)
+    memory.take((900,), torch.float32)
+    memory.forget()
+    before = list(blocks.sizes)
+    memory.take((8,), torch.float32)
+    assert blocks.sizes == [*before, 512] and len(memory._open) == 0
+
+
+@pytest.mark.parametrize("num_moments", [1, 2])
+def test_the_moments_of_large_models_take_little_more_than_their_bytes(num_moments: int) -> None:
     """Pinned one by one, those of 7B would take 116 GB instead of 61."""
 
     def measured(hidden: int, inner: int, narrow: int, num_words: int, *, num_heads: int) -> tuple[int, int]:
         layer = [hidden**2, narrow * hidden, narrow * hidden, hidden**2, *[inner * hidden] * 3]
         layer += [hidden, narrow, narrow, hidden, hidden]
         weights = [num_words * hidden] * num_heads + layer * 28 + [hidden]
-        memory = HostMemory(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
+        blocks: list[int] = []
+
+        def new_block(num_bytes: int) -> torch.Tensor:
+            blocks.append(num_bytes)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+        memory = HostMemory(new_block)
         for numel in weights:
-            for _ in range(2):
+            for _ in range(num_moments):
                 memory.take((numel,), torch.float32)
-        return 8 * sum(weights), memory.num_bytes
+        return 4 * num_moments * sum(weights), sum(blocks)
 
     for plain, held in (
         measured(1536, 8960, 256, 151936, num_heads=1),
         measured(3584, 18944, 512, 152064, num_heads=2),
     ):
-        assert plain <= held < 1.07 * plain
+        assert plain <= held < 1.15 * plain

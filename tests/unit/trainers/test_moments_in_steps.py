@@ -86,6 +86,30 @@ def test_room_is_kept_for_the_moments_that_stay(
     assert reserved[0] - reserved[1] == 4 * num_staying * trainer.model.num_parameters()
 
 
+def test_a_trainers_moments_lie_together(build: Build) -> None:
+    """As they are made, and as they are loaded."""
+    trainer = build(offload="moments")
+    assert trainer.optimizer._host_memory is trainer._weights.host_memory is not None
+
+
+def test_of_a_step_that_failed_nothing_reaches_what_is_loaded(
+    build: Build, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trainer = build(offload="moments")
+    trainer.step(make_batch())
+    trainer.save(tmp_path)
+    log: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.optimizer, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.step(replace(make_batch(), step=2, version=1))
+    monkeypatch.setattr(trainer.optimizer, "settle", lambda: log.append("settled"))
+    monkeypatch.setattr(trainer._weights.host_memory, "forget", lambda: log.append("forgot"))
+    trainer.load(tmp_path)
+    assert log == ["settled", "forgot"]
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
 def test_moments_leave_behind_the_weights(
     build: Build, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from headrace.trainers import streamed_adamw
+from headrace.trainers.host_memory import HostMemory
 from headrace.trainers.streamed_adamw import MOMENTS, StreamedAdamW
 
 SHAPES = [(16, 7), (16,), (3, 16), (48,), (200, 2), (90, 16), (33,)]
@@ -160,16 +161,22 @@ class Queued(StreamedAdamW):
         self.device.main.queue.append(update)
 
 
-def build(device: Device, on_host: tuple[str, ...]) -> tuple[list[nn.Parameter], torch.optim.AdamW, Queued]:
+def build(
+    device: Device, on_host: tuple[str, ...], *, one_group: bool = False
+) -> tuple[list[nn.Parameter], torch.optim.AdamW, Queued]:
     """Parameters of both, and of groups with and without decay."""
     torch.manual_seed(0)
     plain = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     streamed = [nn.Parameter(parameter.detach().clone()) for parameter in plain]
 
     def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        if one_group:
+            return [{"params": parameters}]
         return [{"params": parameters[2:], "weight_decay": 0.1}, {"params": parameters[:2]}]
 
-    second = Queued(groups(streamed), piece_numel=PIECE, on_host=on_host, lr=0.01)
+    # Not zeros, whatever comes of it.
+    memory = HostMemory(lambda num_bytes: torch.full((num_bytes,), 255, dtype=torch.uint8))
+    second = Queued(groups(streamed), piece_numel=PIECE, on_host=on_host, host_memory=memory, lr=0.01)
     second.device = device
     return [*plain, *streamed], torch.optim.AdamW(groups(plain), fused=True, lr=0.01), second
 
@@ -210,6 +217,18 @@ def test_whatever_is_brought_early_the_bits_are_those_of_plain_adamw(
     device.check_kept(device.leaving)
     num_spans = sum(len(piece) for _, pieces in second._cut.values() for piece in pieces)
     assert device.num_copies == 4 * 2 * num_spans * len(on_host), "in and out, each moment once a step"
+
+
+def test_what_was_brought_for_one_update_is_not_used_for_the_next(device: Device) -> None:
+    parameters, first, second = build(device, MOMENTS, one_group=True)
+    for num_early in (0, 4, 4, 0):
+        give_gradients(parameters)
+        second.bring(num_early * SLOT_BYTES)
+        first.step()
+        second.step()
+        device.finish_main()
+    second.settle()
+    check_alike(parameters, first, second)
 
 
 @pytest.mark.parametrize("on_host", [MOMENTS, MOMENTS[:1]], ids=["both", "first"])
