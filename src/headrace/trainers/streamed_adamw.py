@@ -4,7 +4,7 @@ In: parameters with gradients. Out: what ``torch.optim.AdamW(fused=True)`` makes
 moments in host memory pass through it in pieces, on a stream of their own for either direction, and a step waits for
 as little of that as can be. While the last gradients are computed, ``bring`` begins with as many pieces as the memory
 that becomes free has room for; while one piece is updated, the next is on its way in; the last pieces stay until
-``send_back``, since what else the host reads would come behind them; and what is on its way out nobody waits for before
+``send_back``, since what else the host reads may come behind them; and what is on its way out nobody waits for before
 ``settle``, which is for who reads moments or needs the memory that they leave. Elsewhere host memory is where the
 parameters are, and nothing is copied.
 """
