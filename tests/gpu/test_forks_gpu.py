@@ -16,7 +16,7 @@ import torch
 from headrace.engines.make import torch_engine
 from headrace.models.loading import load_model, make_tiny_model
 from headrace.timekeeping import ENGINE_ACTIVITIES, TimeLedger
-from headrace.types import ForkPoint, Request, Sampling
+from headrace.types import BLOCK_TOKENS, ForkPoint, Request, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -60,9 +60,15 @@ def branches(request, completion, pivot, *, num=8, max_tokens=32, name="b"):
     ]
 
 
+def num_forked(num_prompt):
+    """Of a branch's prompt: the blocks that it fills, but never its last token, whose logits are needed."""
+    return min(num_prompt // BLOCK_TOKENS * BLOCK_TOKENS, num_prompt - 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("pivot", [1, 40, 77])
+@pytest.mark.parametrize("pivot", [1, 14, 40, 77])
 def test_a_branch_samples_what_a_fresh_prefill_does(tmp_path, dtype, pivot):
+    """After 14 tokens the prompt fills its blocks."""
     engine = build(tmp_path, dtype, context_tokens=512, max_running=16, kv_tokens=8192)
     forking, first = engine(), root(50, 90)
     completion = generate(forking, first)["root"]
@@ -71,7 +77,7 @@ def test_a_branch_samples_what_a_fresh_prefill_does(tmp_path, dtype, pivot):
     fresh = generate(engine(), *[replace(r, fork=None) for r in family])
     counters = forking.counters()
     assert counters["forks"] == len(family)
-    assert counters["forked_tokens"] == len(family) * ((50 + pivot - 1) // 16 * 16)
+    assert counters["forked_tokens"] == len(family) * num_forked(50 + pivot)
     tolerance = 1e-3 if dtype == torch.float32 else 0.25
     same = [r.id for r in family if np.array_equal(forked[r.id].token_ids, fresh[r.id].token_ids)]
     # A draw differs only where two tokens tie to rounding.
@@ -84,9 +90,7 @@ def test_a_branch_samples_what_a_fresh_prefill_does(tmp_path, dtype, pivot):
 
 @pytest.mark.parametrize("num_prefix", [4096, 16384])
 def test_forks_of_long_prefixes_save_their_prefill(tmp_path, num_prefix):
-    engine = build(
-        tmp_path, torch.bfloat16, context_tokens=32768, max_running=16, kv_tokens=65536, block_size=16
-    )()
+    engine = build(tmp_path, torch.bfloat16, context_tokens=32768, max_running=16, kv_tokens=65536)()
     first = root(num_prefix, 64)
     completion = generate(engine, first)["root"]
     times = {}
@@ -104,4 +108,5 @@ def test_forks_of_long_prefixes_save_their_prefill(tmp_path, num_prefix):
         times[name] = time.perf_counter() - began
     print(f"\nprefix {num_prefix}: 8 branches of 4 tokens, forked {times['fork'] * 1e3:.1f} ms, "
           f"prefilled once {times['prefill'] * 1e3:.1f} ms")  # fmt: skip
-    assert engine.counters()["forked_tokens"] == 16 * ((num_prefix + 31) // 16 * 16)
+    # Two families of 8, whose prompts fill their blocks: each branch computes one token for its logits.
+    assert engine.counters()["forked_tokens"] == 16 * num_forked(num_prefix + 32)
