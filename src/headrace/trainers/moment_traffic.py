@@ -1,15 +1,17 @@
-"""Moments on their way between host memory and a GPU, on a stream of their own for either direction.
+"""Moments on their way between host memory and a GPU, on streams of their own for either direction.
 
 In: the moments of pieces, and slots of the GPU's memory for them. Out: visits, whose moments are there once ``arrived``
-has come, and go back when they are told to. Nobody waits but streams: for what computes with a piece before it leaves,
-for memory before something comes into it, and for a piece to be back before it comes again. ``settle`` is for a host
-that reads moments, or needs the memory that they leave.
+has come, and go back when they are told to, one piece after another. Nobody waits but streams: for what computes with a
+piece before it leaves, and for the piece that left before it; for memory before something comes into it; and for a
+piece to be back before it comes again. ``settle`` is for a host that reads moments, or needs the memory that they
+leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 
@@ -35,9 +37,12 @@ class MomentTraffic:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._arriving, self._leaving = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._arriving = torch.cuda.Stream(device)
+        # Two that take turns: whatever else is read from the GPU would wait for all that one stream was told to copy,
+        # and comes between two behind the piece that is on its way (docs/decisions/0015).
+        self._leaving = cycle((torch.cuda.Stream(device), torch.cuda.Stream(device)))
         self._left: torch.cuda.Event | None = None
-        """When what was told to leave last will have left; None: nothing was."""
+        """When what was told to leave last, and all before it, will have left; None: nothing was."""
         self._in_vain: torch.cuda.Event | None = None
         """When what came last for an update that did not take place has arrived; None: nothing did."""
 
@@ -69,14 +74,17 @@ class MomentTraffic:
         return Visit(slot, moments, guests, self._arriving.record_event())
 
     def leave(self, visit: Visit) -> torch.cuda.Event:
-        """Behind all that computes with it; returns when it will have left."""
-        self._leaving.wait_stream(self._main)
-        with torch.cuda.stream(self._leaving):
+        """Behind all that computes with it and all that leaves already; returns when it will have left."""
+        leaving = next(self._leaving)
+        leaving.wait_stream(self._main)
+        if self._left is not None:
+            leaving.wait_event(self._left)
+        with torch.cuda.stream(leaving):
             for own, guest in visit.guests:
                 own.copy_(guest, non_blocking=True)
         # Until then its memory is not used again.
-        visit.slot.record_stream(self._leaving)
-        self._left = self._leaving.record_event()
+        visit.slot.record_stream(leaving)
+        self._left = leaving.record_event()
         return self._left
 
     def abandon(self, visits: Sequence[Visit]) -> None:

@@ -1,12 +1,12 @@
 """AdamW whose moments, or the first ones of them, lie in host memory.
 
 In: parameters with gradients. Out: what ``torch.optim.AdamW(fused=True)`` makes of them, bit for bit. On a GPU the
-moments in host memory pass through it in pieces, on a stream of their own for either direction, and a step waits for
-as little of that as can be. While the last gradients are computed, ``bring`` begins with as many pieces as the memory
-that becomes free has room for; while one piece is updated, the next is on its way in; the last pieces stay until
-``send_back``, since what else the host reads may come behind them; and what is on its way out nobody waits for before
-``settle``, which is for who reads moments or needs the memory that they leave. Elsewhere host memory is where the
-parameters are, and nothing is copied.
+moments in host memory pass through it in pieces, on streams of their own for either direction, and a step waits for as
+little of that as can be. While the last gradients are computed, ``bring`` begins with as many pieces as the memory that
+becomes free has room for; while one piece is updated, the next is on its way in; the last pieces stay until
+``send_back``, since while they leave whatever else the host reads waits for about one of them; and for all that is on
+its way out nobody waits before ``settle``, which is for who reads moments or needs the memory that they leave.
+Elsewhere host memory is where the parameters are, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class StreamedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def send_back(self) -> None:
-        """Have the moments leave that are still where they were updated. Whatever the GPU is told after this to bring
-        to the host may have to wait for them."""
+        """Have the moments leave that are still where they were updated. While they do, whatever else the host reads
+        from the GPU waits for about one piece."""
         staying, self._staying = self._staying, []
         for visit in staying:
             self._traffic.leave(visit)

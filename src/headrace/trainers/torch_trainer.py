@@ -259,7 +259,7 @@ class TorchTrainer:
                 for _ in blobs:
                     pass
                 if isinstance(self.optimizer, StreamedAdamW):
-                    # Not before: the digest may come to the host behind them.
+                    # Not before: the digest would come to the host behind one of their pieces.
                     self.optimizer.send_back()
 
     def retire(self, version: int) -> None:

@@ -113,7 +113,7 @@ def test_of_a_step_that_failed_nothing_reaches_what_is_loaded(
 def test_moments_leave_behind_the_weights(
     build: Build, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose digest would come to the host behind them."""
+    """Whose digest would come to the host behind one of their pieces."""
     log: list[str] = []
     trainer = build(offload="moments")
     monkeypatch.setattr(trainer.optimizer, "send_back", lambda: log.append("sent back"))

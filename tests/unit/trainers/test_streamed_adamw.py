@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any, NoReturn
 
 import pytest
@@ -73,23 +74,39 @@ class Device:
         self.streams: list[Stream] = []
         self.main = Stream(self)
         self.copying: Stream | None = None
-        self.num_copies = 0
+        self.asked: list[Stream] = []
+        """Of each copy the stream it was queued on."""
+        self.done: list[int] = []
+        """Numbers of copies, in the order in which they were done."""
         self.slots: list[torch.Tensor] = []
+        self.used: dict[int, Stream] = {}
         self.kept: dict[int, Stream] = {}
-        """Memory that was taken; by its address, the stream before whose end it must not be taken again."""
+        """Memory that was taken; by its address, the stream that copies from or to it last, and the one before whose
+        end it must not be taken again."""
 
     @property
     def arriving(self) -> Stream:
         return self.streams[1]
 
     @property
-    def leaving(self) -> Stream:
-        return self.streams[2]
+    def leaving(self) -> list[Stream]:
+        return self.streams[2:]
 
-    def check_kept(self, by: Stream) -> None:
+    @property
+    def num_copies(self) -> int:
+        return len(self.asked)
+
+    def queue_copy(self, stream: Stream, copy: Callable[[], object]) -> None:
+        number = self.num_copies
+        self.asked.append(stream)
+        stream.queue.append(lambda: (copy(), self.done.append(number)))
+
+    def check_kept(self, *by: Stream) -> None:
         """All memory that was taken since the last look."""
-        assert self.slots and all(self.kept[slot.data_ptr()] is by for slot in self.slots)
-        self.slots, self.kept = [], {}
+        assert self.slots
+        for address in {slot.data_ptr() for slot in self.slots}:
+            assert self.kept[address] is self.used[address] and self.kept[address] in by
+        self.slots, self.used, self.kept = [], {}, {}
 
     def run(self, until: Callable[[], bool]) -> None:
         while not until():
@@ -119,8 +136,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
         stream = made.copying
         if stream is None:
             return copy(to, source)
-        stream.queue.append(lambda: copy(to, source))
-        made.num_copies += 1
+        for tensor in (to, source):
+            made.used[tensor.untyped_storage().data_ptr()] = stream
+        made.queue_copy(stream, lambda: copy(to, source))
         return to
 
     def taken(*shape: Any, **given: Any) -> torch.Tensor:
@@ -214,7 +232,7 @@ def test_whatever_is_brought_early_the_bits_are_those_of_plain_adamw(
             second.zero_grad()
     second.settle()
     check_alike(parameters, first, second)
-    device.check_kept(device.leaving)
+    device.check_kept(*device.leaving)
     num_spans = sum(len(piece) for _, pieces in second._cut.values() for piece in pieces)
     assert device.num_copies == 4 * 2 * num_spans * len(on_host), "in and out, each moment once a step"
 
@@ -247,7 +265,7 @@ def test_room_is_counted_from_the_first_call(device: Device, on_host: tuple[str,
 
 @pytest.mark.parametrize("num_early", [0, 2, 20, 1000])
 def test_pieces_whose_room_nobody_needs_stay_until_they_are_sent_back(device: Device, num_early: int) -> None:
-    """Behind them the host would wait for whatever else it reads."""
+    """While they leave, whatever else the host reads waits for about one of them."""
     parameters, first, second = build(device, MOMENTS)
     for step in range(3):
         give_gradients(parameters)
@@ -262,9 +280,26 @@ def test_pieces_whose_room_nobody_needs_stay_until_they_are_sent_back(device: De
         num_due = sum(len(visit.guests) for visit in second._staying)
         second.send_back()
         assert not second._staying and device.num_copies == num_copies + num_due
-        device.check_kept(device.leaving)
+        device.check_kept(*device.leaving)
     second.settle()
     check_alike(parameters, first, second)
+
+
+@pytest.mark.parametrize("num_early", [0, 20])
+def test_pieces_leave_on_two_streams_in_turn_and_one_after_another(device: Device, num_early: int) -> None:
+    """So that what else the host reads can come between two of them."""
+    parameters, _, second = build(device, MOMENTS, one_group=True)
+    for _ in range(3):
+        give_gradients(parameters)
+        second.bring(num_early * SLOT_BYTES)
+        second.step()
+        device.finish_main()
+    second.settle()
+    leaving = [number for number, stream in enumerate(device.asked) if stream in device.leaving]
+    turns = [len(list(copies)) for _, copies in groupby(device.asked[number] for number in leaving)]
+    ((_, pieces),) = second._cut.values()
+    assert turns == 3 * [len(MOMENTS) * len(piece) for piece in pieces]
+    assert [number for number in device.done if device.asked[number] in device.leaving] == leaving
 
 
 def test_what_stays_is_sent_back_before_anything_comes_again(device: Device) -> None:
@@ -327,7 +362,7 @@ def test_an_update_that_is_not_to_be_leaves_nothing_behind(device: Device) -> No
             second.send_back()
         second.zero_grad()
         assert not second._early
-        device.check_kept(device.arriving if skipped else device.leaving)
+        device.check_kept(*[device.arriving] if skipped else device.leaving)
         second.settle()
         assert all(stream.num_done == len(stream.queue) for stream in device.streams[1:])
     check_alike(parameters, first, second)
@@ -376,7 +411,7 @@ def test_an_update_without_memory_keeps_what_moments_still_come_to(
     second.step()
     device.finish_main()
     second.send_back()
-    device.check_kept(device.leaving)
+    device.check_kept(*device.leaving)
     second.bring(SLOT_BYTES)
     monkeypatch.setattr(torch, "empty", _no_room)
     with pytest.raises(torch.OutOfMemoryError):
@@ -400,8 +435,7 @@ def test_what_leaves_in_a_half_done_update_is_waited_for(
     with pytest.raises(torch.OutOfMemoryError):
         second.step()
     second.settle()
-    leaving = device.streams[-1]
-    assert leaving.num_done == len(leaving.queue) > 0
+    assert all(leaving.num_done == len(leaving.queue) > 0 for leaving in device.leaving)
 
 
 def _no_room(*_: object, **__: object) -> NoReturn:
