@@ -384,29 +384,56 @@ def test_gate_gradients_at_the_size_of_a_row(num_rows, width):
     assert torch.equal(gate(products, torch.bfloat16), inner)
 
 
-@pytest.mark.parametrize("num_rows", [200, 1000, 9_001])
+@pytest.mark.parametrize("num_rows", [129, 1000, 9_001])
 @pytest.mark.parametrize(("hidden", "width"), [(896, 4864), (3584, 18944), (520, 1000)])
 def test_the_librarys_gate_gradients_are_those_of_float32(hidden, width, num_rows):
-    from headrace.bench.product_kernels import GRADIENT_TILES
     from headrace.kernels import gated_library
-    from headrace.kernels.gated import gate_gradients
+    from headrace.kernels.gated import gate_gradients, in_pairs
+    from headrace.kernels.gated_tiles import GRADIENT_TILES
 
     if not gated_library.is_installed():
         pytest.skip("quack-kernels is not installed, or in another version")
     grad = torch.randn((num_rows, hidden), device=CUDA).bfloat16()
     down = (torch.randn((hidden, width), device=CUDA) * hidden**-0.5).bfloat16()
-    pairs = torch.randn((num_rows, 2 * width), device=CUDA).bfloat16()
-    exact = pairs.float().requires_grad_()
-    of_gate, up = exact.unflatten(-1, (width, 2)).unbind(-1)
+    products = torch.randn((num_rows, 2 * width), device=CUDA).bfloat16()
+    exact = products.float().requires_grad_()
+    of_gate, up = exact.chunk(2, -1)
     value = torch.nn.functional.silu(of_gate) * up
     value.backward(grad.float() @ down.float())
-    by_pass = gate_gradients(grad @ down, pairs)[0].unflatten(-1, (2, width)).transpose(-1, -2).flatten(-2)
-    error = (by_pass.float() - exact.grad).norm()
+    pairs = in_pairs(products)
+    by_pass, _ = gate_gradients(grad @ down, pairs)
     for tiles in GRADIENT_TILES:
         grads, inner = gated_library.library_gradients(grad, down, pairs, tiles)
-        # It rounds once less.
-        assert (grads.float() - exact.grad).norm() < error
+        # It rounds once less, in both halves.
+        for part, passed, right in zip(*(t.chunk(2, -1) for t in (grads, by_pass, exact.grad)), strict=True):
+            assert (part.float() - right).norm() < (passed.float() - right).norm()
+            assert (part.float() - right).norm() < 3e-3 * right.norm()
         assert (inner.float() - value).norm() / value.norm() < 3e-3
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("num_rows", [1024, 1301])
+def test_a_gated_layers_gradients_are_the_same_by_the_library(monkeypatch, num_rows, joined):
+    from headrace.kernels import gated, gated_library
+    from headrace.models import gated_layer  # noqa: F401
+
+    if not gated_library.is_installed():
+        pytest.skip("quack-kernels is not installed, or in another version")
+    hidden, width = 896, 4864
+    x = torch.randn((num_rows, hidden), device=CUDA).bfloat16()
+    whole = (torch.randn((2 * width, hidden), device=CUDA) * hidden**-0.5).bfloat16()
+    down = (torch.randn((hidden, width), device=CUDA) * width**-0.5).bfloat16()
+    pull = torch.randn((num_rows, hidden), device=CUDA)
+    made = {}
+    for by, choose in (("library", gated.choose_gradient_tiles), ("pass", lambda *_: None)):
+        monkeypatch.setattr(gated, "choose_gradient_tiles", choose)
+        inputs = [t.detach().requires_grad_() for t in (x, *whole.split(width), down)]
+        out, _ = torch.ops.headrace.gated_layer(*inputs, whole if joined else None)
+        made[by] = torch.autograd.grad(out, inputs, pull)
+    assert not torch.equal(made["library"][0], made["pass"][0])
+    for found, passed in zip(made["library"], made["pass"], strict=True):
+        # Roundings are 2^-9 at most, and independent of each other.
+        assert (found.float() - passed.float()).norm() < 5e-3 * passed.float().norm()
 
 
 @pytest.mark.parametrize(

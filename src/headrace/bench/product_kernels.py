@@ -21,11 +21,6 @@ GATED_ROWS = (8, 24, 64, 80, 96, 128, 144, 160, 192, 256, 288, 320, 352, 384, 44
 KEPT_ROWS = (8702, 13053)
 """Of a training step, whose products are written down for the backward."""
 ADDED_ROWS = (2, 16, 32, 48, 64)
-GRADIENT_TILES = tuple(
-    gated_tiles.LibraryTiles(rows, columns, in_turns, (2, 1))
-    for rows, columns, in_turns in ((128, 128, True), (128, 160, True), (256, 128, False), (256, 160, False))
-)
-"""Those for which the compiler keeps next to nothing in memory for want of registers."""
 _MANY = 192
 """Rows from which arithmetic counts."""
 
@@ -94,7 +89,7 @@ def gradient_products(model: str, rows: int, device: torch.device) -> Iterator[C
 
     name = f"gated gradients {model} {rows}"
     yield Case(name, launches(_product_and_pass), amount, unit)
-    for tiles in GRADIENT_TILES if gated_library.is_installed() else ():
+    for tiles in gated_tiles.GRADIENT_TILES if gated_library.is_installed() else ():
         of_library = launches(gated_library.library_gradients, tiles)
         turns = ", in turns" if tiles.in_turns else ""
         yield Case(f"{name} in {tiles.rows}x{tiles.columns}{turns}", of_library, amount, unit, "quack")

@@ -6,8 +6,8 @@ from them come the gradients, with the layer's inner values computed once more i
 
 A few rows are bound by the way of the weights through memory: there the weights are the left operand, whose tiles may
 not be narrower than 64, and the rows are the right one. Many are bound by arithmetic, and ``gated_library`` computes
-them where it can. Otherwise torch's product in float32 and a pass over it are often quicker than the kernel here
-(``gated_tiles``). GPUs other than Hopper always use those: neither kernel has been tried there.
+them, and their gradients, where it can. Otherwise torch's product in float32 and a pass over it are often quicker than
+the kernel here (``gated_tiles``). GPUs other than Hopper always use those: neither kernel has been tried there.
 
 Shape legend: T rows, I inputs, W inner width, O = 2 W; M rows and N columns of a tile, K inputs at a time.
 """
@@ -24,7 +24,7 @@ import triton.language as tl
 
 from headrace.kernels import gated_library
 from headrace.kernels.chip import HOPPER, chip
-from headrace.kernels.gated_tiles import Tiles, choose_library_tiles, choose_tiles
+from headrace.kernels.gated_tiles import Tiles, choose_gradient_tiles, choose_library_tiles, choose_tiles
 from headrace.kernels.tiled_matrix import in_tiles
 
 _ROWS_AT_ONCE = 4096
@@ -91,6 +91,18 @@ def gate(products_TO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if num_rows:
         _gate[(num_rows, triton.cdiv(width, _COLUMNS))](products_TO, inner_TW, W=width, N=_COLUMNS)
     return inner_TW
+
+
+def product_gradients(
+    grad_TI: torch.Tensor, down_IW: torch.Tensor, products_TO: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``gate_gradients``, from the gradient of what the layer adds; all are dense. With many rows that of the inner
+    values is neither rounded nor written."""
+    if chip(grad_TI.device).generation == HOPPER and gated_library.is_installed():
+        tiles = choose_gradient_tiles(grad_TI.shape[0], *down_IW.shape)
+        if tiles is not None:
+            return gated_library.library_gradients(grad_TI, down_IW, products_TO, tiles)
+    return gate_gradients(grad_TI @ down_IW, products_TO)
 
 
 def gate_gradients(grad_TW: torch.Tensor, products_TO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,6 +24,8 @@ _LIBRARY_ROWS = 128
 """Of its usual tile. Rows that a tile has too many cost more than those that are there."""
 _LEAST_OF_TWO, _LEAST_OF_THREE = 177, 337
 """Rows from which two or three such tiles are full enough."""
+_GRADIENT_ROWS = 1024
+"""From which the kernel of gradients is used: those of a training step are many."""
 
 
 class Tiles(NamedTuple):
@@ -51,6 +53,13 @@ class LibraryTiles(NamedTuple):
 _HALF = LibraryTiles(64, 192, True, (2, 1))
 _USUAL = LibraryTiles(_LIBRARY_ROWS, 192, True, (2, 1))
 _WIDE = LibraryTiles(_LIBRARY_ROWS, 224, False, (1, 1))
+GRADIENT_TILES = (
+    LibraryTiles(128, 128, True, (2, 1)),
+    LibraryTiles(256, 128, False, (2, 1)),
+    LibraryTiles(128, 256, False, (2, 1)),
+    LibraryTiles(256, 160, False, (2, 1)),
+)
+"""Of gradients: those for which the compiler keeps nothing in memory for want of registers, the one in use first."""
 
 
 class _Way(NamedTuple):
@@ -89,6 +98,13 @@ def choose_library_tiles(num_rows: int, num_inputs: int, width: int) -> LibraryT
         case 3:
             return _WIDE if num_rows >= _LEAST_OF_THREE else None
     return _USUAL
+
+
+def choose_gradient_tiles(num_rows: int, num_inputs: int, width: int) -> LibraryTiles | None:
+    """None: torch's product and a pass are to be used."""
+    if num_inputs % ALIGNED or width % ALIGNED or num_rows < _GRADIENT_ROWS:
+        return None
+    return GRADIENT_TILES[0]
 
 
 def choose_tiles(

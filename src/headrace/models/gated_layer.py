@@ -161,13 +161,16 @@ def _(
 
 
 @torch.library.custom_op("headrace::gate_gradients", mutates_args=())
-def _gate_gradients(grad: torch.Tensor, products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of both products, all of the gate's before all of the others, and what was made of them once more."""
+def _gate_gradients(
+    grad: torch.Tensor, down: torch.Tensor, products: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of both products, all of the gate's before all of the others, and what was made of them once more; ``grad`` is
+    that of what the layer adds, in the weights' dtype."""
     if has_kernels(grad.device):
-        from headrace.kernels.gated import gate_gradients
+        from headrace.kernels.gated import product_gradients
 
-        return gate_gradients(grad.contiguous(), products)
-    (gate_TW, up_TW), grad_TW = products.float().unflatten(-1, (-1, 2)).unbind(-1), grad.float()
+        return product_gradients(grad.contiguous(), down, products)
+    (gate_TW, up_TW), grad_TW = products.float().unflatten(-1, (-1, 2)).unbind(-1), (grad @ down).float()
     sigmoid_TW = gate_TW.sigmoid()
     silu_TW = gate_TW * sigmoid_TW
     of_gate_TW = grad_TW * up_TW * (sigmoid_TW + silu_TW * (1.0 - sigmoid_TW))
@@ -176,8 +179,8 @@ def _gate_gradients(grad: torch.Tensor, products: torch.Tensor) -> tuple[torch.T
 
 
 @_gate_gradients.register_fake
-def _(grad: torch.Tensor, products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(products), torch.empty_like(grad)
+def _(grad: torch.Tensor, down: torch.Tensor, products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(products), grad.new_empty((grad.shape[0], down.shape[1]))
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -191,7 +194,7 @@ def _backward(ctx: Any, grad_TI: torch.Tensor, _: None) -> tuple[torch.Tensor | 
     of_x, of_gate, of_up, of_down, _ = ctx.needs_input_grad
     width = gate_WI.shape[0]
     narrow_TI = grad_TI.to(x_TI.dtype)
-    grads_TO, inner_TW = torch.ops.headrace.gate_gradients(narrow_TI @ down_IW, products_TO)
+    grads_TO, inner_TW = torch.ops.headrace.gate_gradients(narrow_TI, down_IW, products_TO)
     parts = grads_TO.split(width, -1)
     grad_x = grad_gate = grad_up = None
     if of_x:

@@ -11,7 +11,14 @@ require_kernels()
 
 from headrace.kernels import gated, gated_library  # noqa: E402
 from headrace.kernels.chip import Chip  # noqa: E402
-from headrace.kernels.gated import GatedWeights, gate, gate_gradients, in_pairs, tiled_product  # noqa: E402
+from headrace.kernels.gated import (  # noqa: E402
+    GatedWeights,
+    gate,
+    gate_gradients,
+    in_pairs,
+    product_gradients,
+    tiled_product,
+)
 from headrace.kernels.gated_tiles import Tiles  # noqa: E402
 
 FEW, MANY = Tiles(16, 64, 64, 4, 3, True, 1), Tiles(64, 64, 32, 4, 3, False, 2)
@@ -116,3 +123,21 @@ def test_who_computes_a_gated_product(monkeypatch, generation, installed, joined
     x, whole = torch.zeros((num_rows, 1536)), torch.zeros((2 * 8960, 1536))
     weights = GatedWeights(*whole.split(8960), whole if joined else None)
     assert gated.gated_product(x, weights, keep=False) == who
+
+
+@pytest.mark.parametrize(
+    ("generation", "installed", "num_rows", "who"),
+    [
+        (9, True, 1300, "library"),
+        (9, True, 1000, "pass"),
+        (9, False, 1300, "pass"),
+        (10, True, 1300, "pass"),
+    ],
+)
+def test_who_makes_gradients(monkeypatch, generation, installed, num_rows, who):
+    monkeypatch.setattr(gated, "chip", lambda _: Chip(generation, 132))
+    monkeypatch.setattr(gated_library, "is_installed", lambda: installed)
+    monkeypatch.setattr(gated_library, "library_gradients", lambda *_: "library")
+    monkeypatch.setattr(gated, "gate_gradients", lambda grad, _: "pass" if grad.shape[1] == 16 else "wrong")
+    shapes = (num_rows, 8), (8, 16), (num_rows, 32)
+    assert product_gradients(*(torch.zeros(shape) for shape in shapes)) == who

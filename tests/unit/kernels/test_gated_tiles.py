@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.kernels.gated_tiles import LibraryTiles, choose_library_tiles, choose_tiles
+from headrace.kernels.gated_tiles import (
+    GRADIENT_TILES,
+    LibraryTiles,
+    choose_gradient_tiles,
+    choose_library_tiles,
+    choose_tiles,
+)
 
 # Inputs and inner width of Qwen2 0.5B, 1.5B and 7B.
 SMALL, MIDDLE, LARGE = (896, 4864), (1536, 8960), (3584, 18944)
@@ -77,3 +83,11 @@ def test_the_library_is_given_whole_tiles_of_memory():
     assert choose_library_tiles(512, 1004, 4096) is None
     assert choose_library_tiles(512, 1024, 4100) is None
     assert choose_library_tiles(512, 1024, 4096) == LibraryTiles(128, 192, True, (2, 1))
+
+
+def test_gradients_of_many_rows_are_the_librarys():
+    for shape in (SMALL, MIDDLE, LARGE):
+        assert choose_gradient_tiles(1023, *shape) is None
+        assert choose_gradient_tiles(1024, *shape) == GRADIENT_TILES[0]
+    assert choose_gradient_tiles(9000, 1004, 4096) is None
+    assert choose_gradient_tiles(9000, 1024, 4100) is None
