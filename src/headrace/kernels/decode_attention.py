@@ -43,6 +43,8 @@ from headrace.kernels.states import PART_STEP
 _MAX_PARTS = 32
 _PREFIX_STATES = 512
 """Rows times parts of a prefix: with 8 rows a piece, about as many programs a key-value head as fill the chip."""
+_MOST_PARTS_BESIDE = 8
+"""A prefix in more parts is that of a few rows: what they have for themselves is read soon, but would be in its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,10 @@ class DecodeWorkspace:
         """Parts a shared prefix is split into at most, in a pass of this many rows."""
         longest = triton.cdiv(self.max_length, PART_STEP.value)
         return min(_MAX_PARTS, self.num_prefix_states // num_rows, longest)
+
+    def reads_beside(self, num_rows: int) -> bool:
+        """Whether such a pass reads prefixes while rows are attended to what they have for themselves, or before."""
+        return self.num_prefix_parts(num_rows) <= _MOST_PARTS_BESIDE
 
 
 def decode_workspace(
@@ -166,11 +172,13 @@ def decode_attention(
     if shared is None:
         attend_own()
         return
+    beside = workspace.reads_beside(num_rows)
+    of_prefixes = of_prefixes or prefix_shape(key_dim, dtype, is_alone=not beside)
     attend_prefixes = partial(
         _attend_prefixes, query_BHD, turned, pool_BSW, tables, slots_B, lengths_B, spans, shared, scale, out_BHE,
-        workspace, of_prefixes or prefix_shape(key_dim, dtype), heads | {"SPAN_STEP": shape.tile},
+        workspace, of_prefixes, heads | {"SPAN_STEP": shape.tile},
     )  # fmt: skip
-    _side_by_side(attend_prefixes, attend_own, workspace.side)
+    _side_by_side(attend_prefixes, attend_own, workspace.side if beside else None)
 
 
 def _attend_prefixes(

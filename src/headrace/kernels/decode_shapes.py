@@ -47,9 +47,11 @@ class PrefixShape(NamedTuple):
     """For each multiprocessor, at most: the fewer they are, the more room they leave. None: one for every piece."""
 
 
-def prefix_shape(key_dim: int, dtype: torch.dtype) -> PrefixShape:
-    """As for prompts, which are computed with nothing beside them."""
-    return PrefixShape(*prefill_shape(key_dim, dtype))
+def prefix_shape(key_dim: int, dtype: torch.dtype, *, is_alone: bool) -> PrefixShape:
+    """As for prompts, which are computed with nothing beside them. Where there is, half of each multiprocessor is left
+    to it."""
+    shape = PrefixShape(*prefill_shape(key_dim, dtype))
+    return shape if is_alone else shape._replace(num_at_once=1)
 
 
 def decode_shape(
@@ -74,7 +76,7 @@ def decode_shape(
     warps = 1 if heads_padded == 8 else 2 if heads_padded <= 32 else 4
     many = 6 if heads_padded == 8 else 3
     if is_shared:
-        tile, stages, at_once = 16, 3, many if warps < 4 else 2
+        tile, stages, at_once = 16, 2 if warps == 1 else 3, many if warps < 4 else 2
     elif pairs_each <= 1:
         tile, stages, at_once, warps = 64, 3, 2, max(2, warps)
     elif pairs_each <= 3.5:

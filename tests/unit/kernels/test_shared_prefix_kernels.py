@@ -24,7 +24,7 @@ from headrace.kernels import decode_attention as module  # noqa: E402
 from headrace.kernels.chip import Chip  # noqa: E402
 from headrace.kernels.dealing import spans_of_rows  # noqa: E402
 from headrace.kernels.decode_attention import decode_attention, decode_workspace  # noqa: E402
-from headrace.kernels.decode_shapes import PrefixShape  # noqa: E402
+from headrace.kernels.decode_shapes import PrefixShape, prefix_shape  # noqa: E402
 from headrace.kernels.shared_prefixes import SharedPrefixes  # noqa: E402
 
 FP32 = torch.float32
@@ -216,10 +216,25 @@ def agree_in_either_order(monkeypatch, heads, lengths, pieces, **options):
     ],
 )
 def test_programs_of_prefixes_of_any_size_and_number(monkeypatch, shape):
-    monkeypatch.setattr(module, "prefix_shape", lambda *_: shape)
+    monkeypatch.setattr(module, "prefix_shape", lambda *_, **__: shape)
     monkeypatch.setattr(module, "chip", lambda _: Chip(0, 2))
     pieces = [([2 * i, 2 * i + 1], 16 + 16 * i) for i in range(9)]
     assert decode(Heads(24, 2, 16, 16, HALF), [200 + i for i in range(18)], pieces) < TOLERANCE[HALF]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "max_length", "is_beside"),
+    [(512, 8192, True), (64, 8192, True), (48, 8192, False), (2, 8192, False), (2, 1024, True)],
+)
+def test_long_prefixes_of_few_rows_are_read_ahead_of_what_rows_have_for_themselves(
+    num_rows, max_length, is_beside
+):
+    assert decode_workspace(512, 2, 16, max_length, DEVICE).reads_beside(num_rows) == is_beside
+
+
+def test_programs_of_prefixes_leave_room_for_others_where_there_are_some():
+    assert prefix_shape(128, HALF, is_alone=True).num_at_once is None
+    assert prefix_shape(128, HALF, is_alone=False).num_at_once == 1
 
 
 def test_a_soft_cap_holds_for_prefixes_too():
