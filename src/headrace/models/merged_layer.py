@@ -12,7 +12,7 @@ Shape legend: T rows of a pass, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,20 +20,22 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.kernels.chip import has_kernels
-from headrace.kernels.rotation import Rotation, rotated
 from headrace.models.device_attention import LayerOptions
 from headrace.models.float_residual import residual_dtype
 from headrace.models.gated_layer import gated_values, has_gated_forward, is_hooked, is_untouched
-from headrace.models.told import Told, ToldInHeads, how, of_one
+from headrace.models.told import Told, how, of_one
+from headrace.models.usual_attention import (
+    NORMALISING,
+    PLAIN,
+    how_it_attends,
+    rotates_as_usual,
+    rotation_of,
+)
 from headrace.models.wide_product import float_product
 
 _SUM = "(self_attn(input_layernorm(x)) + x)"
 _LAYER = f"({_SUM} + mlp(post_attention_layernorm({_SUM})))"
-_ATTENTION = "o_proj(attended(turned(q_proj(x)), turned(k_proj(x)), v_proj(x)))"
-_NORMALISING = "o_proj(attended(turned(q_norm(q_proj(x))), turned(k_norm(k_proj(x))), v_proj(x)))"
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
-_ROTATION = "apply_rotary_pos_emb"
 
 
 class _Parts(NamedTuple):
@@ -60,7 +62,8 @@ def merge_layers(model: PreTrainedModel, options: Sequence[LayerOptions]) -> int
     merged, arrived = 0, _counters(model.device)
     for layer, asked in zip(layers, options, strict=True):
         if is_usual(layer) and 2 * angles.numel() == layer.self_attn.head_dim:
-            rotate = _rotation(layer.self_attn) if _how_it_attends(layer.self_attn) == _NORMALISING else None
+            attention = layer.self_attn
+            rotate = rotation_of(attention) if how_it_attends(attention).form == NORMALISING else None
             layer.known_parts = _Parts(asked, rotate, _is_bare_gated(layer.mlp), arrived)
             layer.forward = MethodType(merged_forward, layer)
             merged += 1
@@ -72,12 +75,12 @@ def is_usual(layer: Any) -> bool:
     attention = getattr(layer, "self_attn", None)
     if attention is None or "forward" in vars(layer) or not is_untouched(attention):
         return False
-    form = _how_it_attends(attention)
+    form = how_it_attends(attention).form
     return (
         how(layer, _LAYER_PARTS, Told("x"), made_by=_part_of_layer) == _LAYER
-        and (form == _ATTENTION or (form == _NORMALISING and _norms_are_of_heads(attention)))
+        and (form == PLAIN or (form == NORMALISING and _norms_are_of_heads(attention)))
         and is_untouched(attention.o_proj)
-        and _rotates_as_usual(attention)
+        and rotates_as_usual(attention)
     )
 
 
@@ -173,27 +176,6 @@ def _part_of_layer(name: str, *given: Told, **named: Any) -> Any:
     return of_one(name, *given, **named)
 
 
-def _how_it_attends(attention: Any) -> str | None:
-    def attended(
-        _: Any, query: Told, key: Told, value: Told, *_mask: Any, **_options: Any
-    ) -> tuple[Told, None]:
-        return ToldInHeads(f"attended({query.how}, {key.how}, {value.how})"), None
-
-    def turned(query: Told, key: Told, _cos: Told, _sin: Told) -> tuple[Told, Told]:
-        return of_one("turned", query), of_one("turned", key)
-
-    interface = SimpleNamespace(get_interface=lambda *_: attended)
-    return how(
-        attention,
-        _ATTENTION_PARTS,
-        hidden_states=ToldInHeads("x"),
-        position_embeddings=(Told("cos"), Told("sin")),
-        attention_mask=None,
-        standing_in={_ROTATION: turned, "ALL_ATTENTION_FUNCTIONS": interface},
-        first=True,
-    )
-
-
 def _norms_are_of_heads(attention: Any) -> bool:
     weights = [getattr(norm, "weight", None) for norm in (attention.q_norm, attention.k_norm)]
     return all(weight is not None and weight.numel() == attention.head_dim for weight in weights)
@@ -204,21 +186,3 @@ def _is_bare_gated(layer: nn.Module) -> bool:
     return (
         has_gated_forward(layer) and not is_hooked(layer) and is_untouched(layer.get_submodule("down_proj"))
     )
-
-
-def _rotation(attention: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]] = type(attention).forward.__globals__[_ROTATION]
-    return rotate
-
-
-def _rotates_as_usual(attention: Any) -> bool:
-    """Tried out: families that turn other pairs call it by the same name."""
-    rotate = _rotation(attention)
-    generator = torch.Generator().manual_seed(5)
-    query, key = torch.randn((2, 1, 3, 4, attention.head_dim), generator=generator)
-    cos, sin = torch.randn((2, 1, 4, attention.head_dim), generator=generator)
-    for given, made in zip((query, key), rotate(query, key, cos, sin), strict=True):
-        expected = rotated(given[0].transpose(0, 1), Rotation(cos[0], sin[0])).transpose(0, 1)
-        if made.shape != given.shape or not torch.allclose(made[0], expected, atol=1e-5):
-            return False
-    return True
