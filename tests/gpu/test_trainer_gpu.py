@@ -24,6 +24,7 @@ from headrace.models.gated_layer import join_gates
 from headrace.models.joined_linear import QUERY_KEY_VALUE, join_linears
 from headrace.models.packed_attention import use_packed_attention
 from headrace.models.shared_prefix import segment_attention, segment_bounds
+from headrace.models.turned_heads import turn_heads, turned_forward
 from headrace.timekeeping import TRAINER_ACTIVITIES, TimeLedger
 from headrace.trainers.blocks import DecoderBlocks
 from headrace.trainers.head import add_head_weight_gradient, head_input_gradient, head_logits
@@ -157,7 +158,7 @@ def small_model(family: str = "qwen2") -> PreTrainedModel:
     return build_random_model(config, device="cuda", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize("heads", ["apart", "joined", "turned"])
 @pytest.mark.parametrize(
     ("family", "share", "compiled"),
     [
@@ -169,7 +170,7 @@ def small_model(family: str = "qwen2") -> PreTrainedModel:
     ],
 )
 def test_values_and_gradients_follow_the_float32_reference(
-    family: str, share: bool, compiled: bool, joined: bool
+    family: str, share: bool, compiled: bool, heads: str
 ) -> None:
     model = small_model(family)
     samples = random_samples(
@@ -187,9 +188,11 @@ def test_values_and_gradients_follow_the_float32_reference(
     model.zero_grad()
 
     use_packed_attention(reference.policy)
-    if joined:
+    if heads != "apart":
         join_linears(reference.policy, (QUERY_KEY_VALUE,))
         join_gates(reference.policy)
+    if heads == "turned":
+        assert turn_heads(reference.policy) == (3 if family == "qwen2" else 0)
     blocks = DecoderBlocks(reference.policy, compiled=compiled)
     for num_recomputed in (0, 2):
         blocks.num_recomputed = num_recomputed
@@ -327,8 +330,16 @@ def test_moments_come_while_compiled_layers_compute_backwards(
             assert torch.equal(value.cpu(), optimizer.state[own][key].cpu()), key
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
-def test_a_compiled_layer_keeps_what_the_plan_says(joined: bool) -> None:
+def test_a_trainer_turns_heads_in_one_step() -> None:
+    trainer = TorchTrainer(
+        small_model(), sender=NoSender(), ledger=TimeLedger(TRAINER_ACTIVITIES), compute_dtype="bf16"
+    )
+    layers = trainer.policy.get_decoder().layers
+    assert all(layer.self_attn.forward.__func__ is turned_forward for layer in layers)
+
+
+@pytest.mark.parametrize("heads", ["apart", "joined", "turned"])
+def test_a_compiled_layer_keeps_what_the_plan_says(heads: str) -> None:
     # As in a process of its own: layers of other widths, compiled by other tests, change what a compiler chooses, and
     # blocks that they let go of, a little too large, are given out whole.
     torch.compiler.reset()
@@ -341,9 +352,11 @@ def test_a_compiled_layer_keeps_what_the_plan_says(joined: bool) -> None:
     model = build_random_model(config, device="cuda", dtype=torch.bfloat16)
     use_packed_attention(model)
     keep_float_residual(model)
-    if joined:
+    if heads != "apart":
         join_linears(model, (QUERY_KEY_VALUE,))
         join_gates(model)
+    if heads == "turned":
+        assert turn_heads(model) == 3
     found = DecoderBlocks(model, compiled=True)._probe()
     planned = examine(config, torch.bfloat16).compiled
     assert found == pytest.approx(planned.layers + planned.outside, rel=0.05)

@@ -76,7 +76,7 @@ class JoinedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shares = self.shares
         if self._is_first:
-            product = self._product(x)
+            product = self.product(x)
             shares.product = product if self.beside is None else self.beside(x, product)
             shares.left = len(shares.layers)
         whole = shares.product
@@ -86,7 +86,8 @@ class JoinedLinear(nn.Module):
             shares.product = None
         return whole[..., self.start : self.start + self.out_features]
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Of all layers, at the first; without what is put beside it."""
         layers = self.shares.layers
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]

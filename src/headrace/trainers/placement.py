@@ -13,12 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.errors import ConfigError
+from headrace.kernels.chip import has_kernels
 from headrace.models.float_residual import keep_float_residual
 from headrace.models.gated_layer import join_gates
 from headrace.models.joined_linear import QUERY_KEY_VALUE, join_linears
 from headrace.models.lora import LoraSpec
 from headrace.models.packed_attention import use_packed_attention
 from headrace.models.tensors import named_tensors
+from headrace.models.turned_heads import turn_heads
 from headrace.trainers.adapter_weights import AdapterWeights
 from headrace.trainers.forward_check import check_forward
 from headrace.trainers.host_memory import HostMemory
@@ -103,5 +105,7 @@ def _on_one_device(
             if weights is not None:
                 join_linears(weights.policy, (QUERY_KEY_VALUE,))
                 join_gates(weights.policy)
+                if has_kernels(weights.device):
+                    turn_heads(weights.policy)
         check_forward(masters.policy)
     return masters, reference

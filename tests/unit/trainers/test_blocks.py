@@ -23,6 +23,7 @@ from headrace.models.float_residual import keep_float_residual, residual_dtype
 from headrace.models.joined_linear import QUERY_KEY_VALUE, join_linears
 from headrace.models.packed_attention import build_layout, use_packed_attention
 from headrace.models.shared_prefix import segment_bounds
+from headrace.models.turned_heads import turn_heads
 from headrace.trainers.blocks import (
     ROOM_SHARE,
     DecoderBlocks,
@@ -153,22 +154,29 @@ def run_layer(model: PreTrainedModel, forward: Callable[..., torch.Tensor]) -> t
     )
 
 
-@pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "joined", "turned"),
+    [
+        *((family, joined, False) for family in ("qwen2", "llama", "qwen3") for joined in (False, True)),
+        *((family, True, True) for family in ("qwen2", "llama")),
+    ],
+)
 def test_a_compiled_layer_keeps_what_the_plan_says(
-    family: str, joined: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, joined: bool, turned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half_attention(monkeypatch)
     # The compiler's own division into forward and backward, without code whose compilation takes seconds.
     monkeypatch.setattr(compile_fx, "compile_fx", aot_eager_decomp_partition)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(qwen_like(family), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(qwen_like(family), dtype=torch.bfloat16).eval()
     use_packed_attention(model)
     keep_float_residual(model)
     layer = decoder_layers(model)[0]
     if joined:
         assert join_linears(layer, (QUERY_KEY_VALUE,)) == 2
+    if turned:
+        assert turn_heads(model) == 1
     gradients = []
     for forward in (layer.forward, compile_lean(layer.forward)):
         output = run_layer(model, forward)
