@@ -73,7 +73,8 @@ def packed_attention(
     bounds = packed_layout.bounds
     if bounds is None or not _flash_can(query, value, options):
         return _attend_in_rectangles(query, key, value, packed_layout, options), None
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    # Not by a choice of the first, whose gradient would be copied into zeros.
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     output = segment_attention(
         query, key, value, bounds, scale=options.scaling, window=options.sliding_window
     )
