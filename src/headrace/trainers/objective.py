@@ -16,7 +16,7 @@ Legend: N loss tokens of the row, T all its tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -210,7 +210,7 @@ class Objective:
         return RowOutcome(
             loss=loss,
             values={name: value.detach() for name, value in values.items()},
-            tokens=tokens,
+            tokens=replace(tokens, loss_T=tokens.loss_T.detach()),
             capped_N=weights.capped_T,
             masked={"clip": tokens.masked_T, **masked},
         )

@@ -409,7 +409,9 @@ class TorchTrainer:
             records.append(
                 RowRecord(
                     inputs=row.inputs,
-                    outcome=outcome,
+                    # A graph is let go while the GPU computes the next row: all together they would be, at the end of
+                    # the step, before anybody hears of it.
+                    outcome=replace(outcome, loss=outcome.loss.detach()),
                     policy_logprobs_N=policy.sampled_N.detach(),
                     entropy_N=policy.entropy_N,
                     kept_mass_N=policy.kept_mass_N,

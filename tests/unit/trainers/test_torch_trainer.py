@@ -141,6 +141,20 @@ COMPOSITIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("settings", COMPOSITIONS, ids=lambda s: "-".join(map(str, s.values())))
+def test_the_record_of_a_row_does_not_keep_its_graph(
+    settings: dict[str, Any], build: Build, make_batch: MakeBatch
+) -> None:
+    trainer = build(**settings, kl="k3", kl_coef=0.1)
+    (rows,) = trainer.prepare(make_batch(3, num_samples=4))
+    for record in trainer.accumulate(rows, before_update=True):
+        outcome, tokens = record.outcome, record.outcome.tokens
+        kept = [record.policy_logprobs_N, record.entropy_N, outcome.loss, outcome.capped_N, tokens.loss_T]
+        kept += [*outcome.values.values(), *outcome.masked.values()]
+        kept += [tokens.clipped_low_T, tokens.clipped_high_T, tokens.masked_T]
+        assert not any(value.requires_grad for value in kept)
+
+
 @pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("settings", COMPOSITIONS, ids=lambda s: "-".join(map(str, s.values())))
 def test_every_composition_gives_the_same_gradients_however_rows_are_cut(
