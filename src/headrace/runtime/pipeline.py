@@ -248,13 +248,17 @@ class Pipeline:
 
     async def _train(self, groups: Sequence[ReadyGroup]) -> None:
         means = {f"baseline_{agent}": mean for agent, mean in self.state.means.items()}
-        summary = describe(groups, self.state.version, with_kl=self._plan.reward_kl > 0) | means
+        version = self.state.version
         result = await self._step(groups)
         if self._plan.staleness == "drop":
             # Work that this step made too old is cancelled now, not when it finishes.
             for group in self._buffer.decide(self.state.version).drop:
                 self._end(group, "stale")
         manifest = await self._sync.publish(result.version)
+
+        def summary() -> dict[str, float]:
+            return describe(groups, version, with_kl=self._plan.reward_kl > 0) | means
+
         landing = self._supervisor.spawn(self._land(manifest, groups, result, summary))
         self._landings.add(landing)
         landing.add_done_callback(self._landings.discard)
@@ -288,16 +292,17 @@ class Pipeline:
         manifest: WeightManifest,
         groups: Sequence[ReadyGroup] = (),
         result: StepResult | None = None,
-        summary: Mapping[str, float] | None = None,
+        summary: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """Every engine gets the weights; only then are the slots of the step free again."""
+        """Every engine gets the weights; only then are the slots of the step free again. ``summary`` tells what people
+        want to know of the batch."""
         await self._sync.land(manifest)
         for group in groups:
             self._release(group.group)
         if groups:
             self._branching.begin()
         if result is not None:
-            await self._report.step(result, summary or {})
+            await self._report.step(result, summary)
         unneeded = [manifest.version] if self._teachers is None else await self._teachers.landed(manifest)
         for version in unneeded:
             await self._sync.retire(version)

@@ -61,7 +61,9 @@ class Reporter:
         """Speed is counted from here."""
         self._since = self._clock()
 
-    async def step(self, result: StepResult, batch: Mapping[str, float]) -> None:
+    async def step(self, result: StepResult, batch: Callable[[], Mapping[str, float]]) -> None:
+        """``batch`` is asked once the roles have answered: the engines have their new requests by then, and nobody
+        waits for the controller."""
         self._trained_tokens += result.num_loss_tokens
         if result.warning is not None:
             self._sink.emit("warning", {"text": result.warning})
@@ -73,7 +75,7 @@ class Reporter:
             {
                 "step": result.step,
                 "version": result.version,
-                **batch,
+                **batch(),
                 "tokens_per_s": self._trained_tokens / elapsed,
                 "goodput": self._trained_tokens / device_s,
                 "skipped": result.skipped,
