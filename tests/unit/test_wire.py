@@ -168,6 +168,14 @@ def test_every_carrier_comes_back_unchanged(name):
     assert same(decode(encode(value)), value)
 
 
+@pytest.mark.parametrize("name", CARRIERS)
+def test_a_carrier_only_takes_its_fields_when_it_is_made(name):
+    """Those of a frame are made without a call of their class."""
+    cls = vars(types)[name]
+    assert "__post_init__" not in vars(cls)
+    assert all(field.init for field in dataclasses.fields(cls))
+
+
 def test_same_notices_differences():
     task = types.Task(id="a", prompt="p")
     assert not same(ints(1), ints(2))
