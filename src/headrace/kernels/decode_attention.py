@@ -43,8 +43,8 @@ from headrace.kernels.states import PART_STEP
 _MAX_PARTS = 32
 _PREFIX_STATES = 512
 """Rows times parts of a prefix: with 8 rows a piece, about as many programs a key-value head as fill the chip."""
-_MOST_PARTS_BESIDE = 8
-"""A prefix in more parts is that of a few rows: what they have for themselves is read soon, but would be in its way."""
+_LEAST_ROWS_BESIDE = 64
+"""With fewer, prefixes that are worth reading once are long, and what rows have for themselves is in their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,12 @@ class DecodeWorkspace:
     prefix_sums: torch.Tensor
     prefix_stats: torch.Tensor
     side: torch.cuda.Stream | None
-    """Where prefixes are attended meanwhile; none where kernels are interpreted."""
+    """Where prefixes of many rows are attended meanwhile; none where kernels are interpreted."""
 
     def num_prefix_parts(self, num_rows: int) -> int:
         """Parts a shared prefix is split into at most, in a pass of this many rows."""
         longest = triton.cdiv(self.max_length, PART_STEP.value)
         return min(_MAX_PARTS, self.num_prefix_states // num_rows, longest)
-
-    def reads_beside(self, num_rows: int) -> bool:
-        """Whether such a pass reads prefixes while rows are attended to what they have for themselves, or before."""
-        return self.num_prefix_parts(num_rows) <= _MOST_PARTS_BESIDE
 
 
 def decode_workspace(
@@ -172,7 +168,7 @@ def decode_attention(
     if shared is None:
         attend_own()
         return
-    beside = workspace.reads_beside(num_rows)
+    beside = num_rows >= _LEAST_ROWS_BESIDE
     of_prefixes = of_prefixes or prefix_shape(key_dim, dtype, is_alone=not beside)
     attend_prefixes = partial(
         _attend_prefixes, query_BHD, turned, pool_BSW, tables, slots_B, lengths_B, spans, shared, scale, out_BHE,
@@ -196,7 +192,7 @@ def _attend_prefixes(
     shape: PrefixShape,
     heads: dict[str, Any],
 ) -> None:
-    """Attend the rows of each piece to the prefix they share, while they are attended to what they have themselves."""
+    """Attend the rows of each piece to the prefix they share."""
     num_rows, heads_padded = query_BHD.shape[0], triton.next_power_of_2(heads["G"])
     most_lines = MAX_MEMBERS * heads_padded
     # A program has whole members, however many heads they have.

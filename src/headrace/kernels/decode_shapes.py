@@ -34,7 +34,7 @@ class DecodeShape(NamedTuple):
 
 
 class PrefixShape(NamedTuple):
-    """Of the programs that attend rows to what they share, while those of a ``DecodeShape`` run beside them."""
+    """Of the programs that attend rows to what they share, by themselves or beside those of a ``DecodeShape``."""
 
     lines: int
     """Query heads of all members, at most."""

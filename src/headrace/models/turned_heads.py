@@ -7,8 +7,8 @@ to a compiler the gradient of three slices of a product is a sum of three that a
 engines do. For the backward cosines and sines are kept, which all layers share, and not the product. It is for GPUs:
 elsewhere torch computes it, in no less time than without it.
 
-An attention of another form stays as it is. One whose product something is put beside, or whose row is not packed,
-computes as its own class does.
+An attention of another form stays as it is. One whose products something is put beside or hooked to, or whose row is
+not packed, computes as its own class does.
 
 Shape legend: T rows, W width of the product, Q query heads, K key heads and as many of values, D head dim.
 """
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from headrace.kernels.chip import has_kernels
 from headrace.kernels.rotation import Rotation, rotated
 from headrace.models.flash import flash_fits
-from headrace.models.gated_layer import is_untouched
+from headrace.models.gated_layer import is_hooked, is_untouched
 from headrace.models.joined_linear import QUERY_KEY_VALUE, JoinedLinear
 from headrace.models.packed_attention import packed_attention
 from headrace.models.usual_attention import PLAIN, how_it_attends, rotates_as_usual
@@ -87,7 +87,10 @@ def _fits(attention: Any, rotated_dim: int) -> bool:
 def _is_joined(attention: Any) -> bool:
     """Whether nothing is put in the place of its products, or beside them."""
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-    return all(type(part) is JoinedLinear for part in parts) and attention.q_proj.beside is None
+    return (
+        all(type(part) is JoinedLinear and not is_hooked(part) for part in parts)
+        and attention.q_proj.beside is None
+    )
 
 
 def turned_forward(

@@ -62,8 +62,8 @@ class Reporter:
         self._since = self._clock()
 
     async def step(self, result: StepResult, batch: Callable[[], Mapping[str, float]]) -> None:
-        """``batch`` is asked once the roles have answered: the engines have their new requests by then, and nobody
-        waits for the controller."""
+        """``batch`` is asked once the roles have answered: by then the engines have their new requests, and the trainer
+        does not wait for it."""
         self._trained_tokens += result.num_loss_tokens
         if result.warning is not None:
             self._sink.emit("warning", {"text": result.warning})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -222,14 +224,31 @@ def test_programs_of_prefixes_of_any_size_and_number(monkeypatch, shape):
     assert decode(Heads(24, 2, 16, 16, HALF), [200 + i for i in range(18)], pieces) < TOLERANCE[HALF]
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "max_length", "is_beside"),
-    [(512, 8192, True), (64, 8192, True), (48, 8192, False), (2, 8192, False), (2, 1024, True)],
-)
-def test_long_prefixes_of_few_rows_are_read_ahead_of_what_rows_have_for_themselves(
-    num_rows, max_length, is_beside
-):
-    assert decode_workspace(512, 2, 16, max_length, DEVICE).reads_beside(num_rows) == is_beside
+@pytest.mark.parametrize(("num_rows", "is_beside"), [(64, True), (63, False), (2, False)])
+def test_prefixes_of_few_rows_are_read_by_themselves(monkeypatch, num_rows, is_beside):
+    """On the same stream, with as many programs as there are pieces."""
+    told = []
+
+    def looked_at(attend_prefixes, _attend_own, side):
+        (shape,) = [given for given in attend_prefixes.args if isinstance(given, PrefixShape)]
+        told.append((side, shape.num_at_once))
+
+    monkeypatch.setattr(module, "_side_by_side", looked_at)
+    rows = {"dtype": HALF, "device": DEVICE}
+    decode_attention(
+        torch.zeros((num_rows, 2, 16), **rows),
+        *torch.zeros((2, num_rows, 1, 16), **rows),
+        torch.zeros((4, 16, 32), **rows),
+        torch.ones((num_rows, 3), dtype=torch.int32, device=DEVICE),
+        torch.arange(num_rows, device=DEVICE),
+        torch.full((num_rows,), 40, dtype=torch.int32, device=DEVICE),
+        scale=1.0,
+        spans=spans_of_rows(np.full(num_rows, 8), 24, DEVICE),
+        shared=shared_prefixes(num_rows, [([0, 1], 32)]),
+        out_BHE=torch.zeros((num_rows, 2, 16), **rows),
+        workspace=replace(decode_workspace(num_rows, 2, 16, 8192, DEVICE), side="at its side"),
+    )
+    assert told == [("at its side", 1) if is_beside else (None, None)]
 
 
 def test_programs_of_prefixes_leave_room_for_others_where_there_are_some():

@@ -13,8 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     Gemma2Config,
+    GlmConfig,
     GptOssConfig,
+    HeliumConfig,
     LlamaConfig,
     MistralConfig,
     PhiConfig,
@@ -59,6 +62,9 @@ LEFT_ALONE: dict[str, PretrainedConfig] = {
     "half of a head turned": StableLmConfig(**SIZES, partial_rotary_factor=0.5),
     "a part of a head turned": PhiConfig(**SIZES, partial_rotary_factor=0.5),
     "odd heads": LlamaConfig(**SIZES, head_dim=12),
+    "other pairs, Cohere": CohereConfig(**SIZES),
+    "other pairs, Helium": HeliumConfig(**SIZES, head_dim=16),
+    "other pairs, Glm": GlmConfig(**SIZES, head_dim=16, partial_rotary_factor=1.0),
 }
 ROWS = {"plain": ([9, 4, 7], None), "shared": ([6, 5, 3, 4, 2], [-1, 0, 0, 0, -1])}
 Function = Callable[..., tuple[torch.Tensor, ...]]
@@ -137,6 +143,25 @@ def test_a_model_is_as_near_to_float32_as_before(name: str, row: str, calls: lis
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_attention_of_another_form_is_left_alone(name: str) -> None:
     assert turn_heads(made(LEFT_ALONE[name])) == 0
+
+
+def test_what_drops_a_part_in_training_is_computed_by_the_class_then(calls: list[int]) -> None:
+    config = LlamaConfig(**SIZES, head_dim=16, attention_dropout=0.1)
+    assert turn_heads(made(config).train()) == 0
+    model = made(config)
+    assert turn_heads(model) == LAYERS
+    run(model.train())
+    assert not calls
+    run(model.eval())
+    assert calls
+
+
+def test_a_hook_that_comes_later_is_called(calls: list[int]) -> None:
+    model = made(TURNED["qwen2"])
+    assert turn_heads(model) == LAYERS
+    hooked(model)
+    run(model)
+    assert not calls
 
 
 def test_angles_of_a_part_of_a_head_are_no_angles_of_it() -> None:

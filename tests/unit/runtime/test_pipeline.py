@@ -41,6 +41,14 @@ def test_every_attempt_is_trained_once_and_lag_is_bounded(tmp_path, max_lag, mod
     state.ledger.check()
 
 
+def test_a_batch_is_described_as_it_was_when_it_was_trained(tmp_path):
+    """Though that is done later, when there are newer weights."""
+    _, trainer, sink = run(tmp_path, make_plan(max_lag=0))
+    steps = sink.of("step")
+    assert len(steps) == 6 and set(trainer.lags) == {0}
+    assert all(step["lag_mean"] == step["lag_max"] == 0 for step in steps)
+
+
 def test_attempts_leave_nothing_to_the_garbage_collector(tmp_path):
     """What the controller's loop counts on when it lets the collector look seldom."""
 
