@@ -41,7 +41,7 @@ SHARED_DECODES = (
 """Rows in groups of eight, tokens of their prompt, tokens of their own."""
 OTHER_PREFIXES = {
     "half the tile": PrefixShape(64, 32, 4, 2),
-    "one at once": PrefixShape(64, 64, 4, 3, num_at_once=1),
+    "one for every piece": PrefixShape(64, 64, 4, 3),
     "half the tile, one at once": PrefixShape(64, 32, 4, 2, num_at_once=1),
     "half the tile, three fit": PrefixShape(64, 32, 4, 2, most_registers=168),
     "half the tile, four fit": PrefixShape(64, 32, 4, 2, most_registers=128),
@@ -49,7 +49,7 @@ OTHER_PREFIXES = {
     "half the lines, one at once": PrefixShape(32, 32, 4, 2, num_at_once=1),
     "half the lines, two at once": PrefixShape(32, 32, 4, 2, num_at_once=2),
 }
-"""Programs that leave more room for those beside them than the ones in use, which take nearly all registers."""
+"""Beside the one in use for 64 rows and more: programs that leave other room for those beside them."""
 PREFILLS = ((8, 2048), (1, 2048), (16, 512))
 WRITES = (64, 8192)
 ONE_LONG_ROW = np.array([16000, *[800] * 255])
